@@ -21,7 +21,16 @@ _EXPORTS = {
     "MegaMoeError": "trtllm_megamoe.errors",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "ActivationMode",
+    "Checkpoint",
+    "CombineFormat",
+    "MegaMoELayer",
+    "MegaMoeConfig",
+    "MegaMoeError",
+    "ScorePlacement",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from trtllm_megamoe.config import MegaMoeConfig

@@ -29,10 +29,10 @@ class MegaMoeConfig(BaseModel):
     num_experts: PositiveInt = Field(description="E, routed experts over all ranks")
     top_k: PositiveInt = Field(description="K, routes per token, masked ones included")
     max_tokens_per_rank: PositiveInt = Field(
-        description="cap: most tokens one rank ever passes to forward; the true per-rank chunk bound, not divided by DP size"
+        description="cap: most tokens one rank ever passes to forward; never divided by the DP size (R2)"
     )
     combine_format: CombineFormat = Field(default=CombineFormat.BF16, description="wire format of returning rows")
-    activations: ActivationRequest = Field(default="auto", description="activation mode; auto is resolved at load (R61)")
+    activations: ActivationRequest = Field(default="auto", description="activation mode; auto resolves at load (R61)")
     score_placement: ScorePlacement = Field(
         default=ScorePlacement.AFTER_FC2, description="where routing weights multiply"
     )
@@ -55,7 +55,9 @@ class MegaMoeConfig(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as err:
-            faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']} (got {e['input']!r})" for e in err.errors())
+            faults = "; ".join(
+                f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']} (got {e['input']!r})" for e in err.errors()
+            )
             raise MegaMoeConfigError(f"illegal layer configuration: {faults}") from None
 
     @property

@@ -42,8 +42,16 @@ PRESETS: dict[str, ModelShape] = {
         ModelShape("kimi-k2", "DeepseekV3ForCausalLM", 7168, 2048, 384, 8, 60),
         ModelShape("qwen3-235b", "Qwen3MoeForCausalLM", 4096, 1536, 128, 8, 94),
         ModelShape(
-            "gpt-oss-120b", "GptOssForCausalLM", 2880, 2880, 128, 4, 36,
-            swiglu_limit=7.0, swiglu_alpha=1.702, swiglu_beta=1.0,
+            "gpt-oss-120b",
+            "GptOssForCausalLM",
+            2880,
+            2880,
+            128,
+            4,
+            36,
+            swiglu_limit=7.0,
+            swiglu_alpha=1.702,
+            swiglu_beta=1.0,
         ),
     )
 }

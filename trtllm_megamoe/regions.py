@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The region table: every byte of a rank's workspace, named once (design D7).
+
+The CPU engine, the kernels' launch wrappers, `explain` and the tests all read offsets from here; nothing else computes
+one. Everything is a pure function of :class:`Geometry`, in Python integers (no 32-bit overflow is possible).
+
+A rank owns two allocations: `shared` (peers map it) and `local`. Only regions marked `zero_at_start` must hold zeros
+before the first launch, and only then (R6); all other bytes may hold anything, before every launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.errors import MegaMoeConfigError
+from trtllm_megamoe.formats import ActivationMode, CombineFormat, round_up
+
+Space = Literal["shared", "local"]
+
+REGION_ALIGN_BYTES = 256
+"""Alignment of every region: TMA wants 128, one cache sector pair more keeps counters of two regions apart."""
+
+TOKEN_BLOCK_ROWS = 32
+"""Experts start at multiples of this many pool rows (Blackwell's scale atoms need 32; see docs/architecture.md)."""
+
+COUNT_BITS = 24
+"""A size cell is a u64 {epoch: upper 40 bits, count: lower 24}: it never wraps and zero is a fine start value."""
+
+COUNTER_BANKS = 2
+"""Size cells are banked by epoch parity: a source may publish launch n+1 before the owner has read launch n."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The facts that fix every offset; identical on all ranks."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    ep_size: int
+    combine_format: CombineFormat
+    activations: Literal["auto", "nvfp4", "bf16"]
+
+    @classmethod
+    def from_config(cls, config: MegaMoeConfig, ep_size: int) -> Geometry:
+        """Take the layout facts of a layer's configuration."""
+        return cls(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            config.top_k,
+            config.max_tokens_per_rank,
+            ep_size,
+            config.combine_format,
+            config.activations,
+        )
+
+    @property
+    def num_local_experts(self) -> int:
+        """L = E / R."""
+        return self.num_experts // self.ep_size
+
+    @property
+    def routes_per_rank(self) -> int:
+        """Most routes one rank can send: T * K (masked ones included)."""
+        return self.max_tokens_per_rank * self.top_k
+
+    @property
+    def max_pool_rows(self) -> int:
+        """Rows the pool must hold under the WORST routing, block padding included.
+
+        Every route of every rank may hit this rank, even one expert of it (a token may name an expert K times), so
+        the bound is R*T*K routes and not R*T*min(K, L). An expert with c > 0 rows occupies round_up(c, B), at most
+        c + B - 1 rows, and at most min(L, routes) experts are non-empty.
+        """
+        routes = self.ep_size * self.routes_per_rank
+        return round_up(routes + min(self.num_local_experts, routes) * (TOKEN_BLOCK_ROWS - 1), TOKEN_BLOCK_ROWS)
+
+    @property
+    def payload_row_bytes(self) -> int:
+        """Stride of one staged token row: packed NVFP4 codes, or 16-bit values; `auto` reserves the larger."""
+        return self.hidden_size // 2 if self.activations == ActivationMode.NVFP4.value else 2 * self.hidden_size
+
+    @property
+    def payload_scale_row_bytes(self) -> int:
+        """Stride of one staged token's scales: H/16 e4m3 bytes, or one fp32 2^-p; padded to 16."""
+        return round_up(max(self.hidden_size // 16, 4), 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One named piece of a workspace: byte offset from the space's base, bytes, and who uses it how."""
+
+    name: str
+    space: Space
+    offset_bytes: int
+    num_bytes: int
+    zero_at_start: bool
+    dtype: str
+    shape: tuple[int, ...]
+    purpose: str
+
+    @property
+    def end_bytes(self) -> int:
+        """First byte behind the region."""
+        return self.offset_bytes + self.num_bytes
+
+
+_ZERO_AT_START = frozenset(
+    {"header", "abort", "size_cells", "return_counters", "epoch", "expected_returns", "error_record"}
+)
+
+_DTYPE_BYTES = {"u8": 1, "i32": 4, "u32": 4, "f32": 4, "f16": 2, "u64": 8}
+
+
+class RegionTable:
+    """All regions of one geometry, laid out back to back in each space, each aligned to REGION_ALIGN_BYTES."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        check_limits(geometry)
+        self.geometry = geometry
+        self._regions: dict[str, Region] = {}
+        self._cursor: dict[Space, int] = {"shared": 0, "local": 0}
+        self._lay_out_shared(geometry)
+        self._lay_out_local(geometry)
+
+    def __getitem__(self, name: str) -> Region:
+        return self._regions[name]
+
+    def regions(self, space: Space | None = None) -> list[Region]:
+        """Regions in layout order, of one space or of both."""
+        return [r for r in self._regions.values() if space in (None, r.space)]
+
+    def total_bytes(self, space: Space) -> int:
+        """Bytes to allocate for a space."""
+        return self._cursor[space]
+
+    def _add(self, space: Space, name: str, dtype: str, shape: tuple[int, ...], purpose: str) -> None:
+        num_bytes = _DTYPE_BYTES[dtype]
+        for extent in shape:
+            num_bytes *= extent
+        offset = self._cursor[space]
+        zero_at_start = name in _ZERO_AT_START
+        self._regions[name] = Region(name, space, offset, num_bytes, zero_at_start, dtype, shape, purpose)
+        self._cursor[space] = round_up(offset + num_bytes, REGION_ALIGN_BYTES)
+
+    def _lay_out_shared(self, g: Geometry) -> None:
+        r, el, k, t = g.ep_size, g.num_local_experts, g.top_k, g.max_tokens_per_rank
+        fmt, h = g.combine_format, g.hidden_size
+        for name, dtype, shape, purpose in (
+            ("header", "u64", (8,), "[0] digest of the loaded weights' shared facts; owner writes, peers compare"),
+            ("abort", "u32", (1,), "non-zero: some rank failed and every wait ends; any rank writes"),
+            (
+                "size_cells",
+                "u64",
+                (COUNTER_BANKS, r, el),
+                "{epoch, count} per source and local expert; the source writes",
+            ),
+            ("return_counters", "u64", (r,), "rows returned so far, per expert owner; cumulative, the owner writes"),
+            ("index_rows", "i32", (r, t * k), "per source: its routes (token * K + slot) to this rank, by expert"),
+            ("payload", "u8", (t, g.payload_row_bytes), "this rank's token rows, staged for peers to pull"),
+            (
+                "payload_scales",
+                "u8",
+                (t, g.payload_scale_row_bytes),
+                "block scales, or one fp32 2^-p, of each staged row",
+            ),
+            ("route_weights", "f32", (t, k), "routing weights; pulled under score placement before_requant"),
+            ("result_data", "u8", (t * k, fmt.data_row_bytes(h)), "returned rows in wire format, by token * K + slot"),
+            (
+                "result_scales",
+                "u8",
+                (t * k, fmt.scale_row_bytes(h)),
+                "block scales of the returned rows (none for bf16)",
+            ),
+        ):
+            self._add("shared", name, dtype, shape, purpose)
+
+    def _lay_out_local(self, g: Geometry) -> None:
+        rows = g.max_pool_rows
+        for name, dtype, shape, purpose in (
+            ("epoch", "u64", (1,), "number of finished launches; the running launch is epoch + 1"),
+            ("expected_returns", "u64", (g.ep_size,), "rows sent out so far, per expert owner; cumulative"),
+            ("error_record", "u64", (8,), "first failure: {set, rank, site, index, epoch, expected, seen, 0}"),
+            ("pool", "f16", (rows, g.hidden_size), "pulled token rows in expert order, decoded to f16"),
+            ("pool_row_scale", "f32", (rows,), "2^-p of a pulled row in bf16 activation mode, else 1"),
+            ("pool_weight", "f32", (rows,), "routing weight of a pulled row under before_requant"),
+            ("pool_meta", "i32", (rows, 2), "{source rank, route} of each pool row"),
+            ("fc1_out", "f16", (rows, g.intermediate_size), "fc1 output after SwiGLU and requantisation, f16 values"),
+        ):
+            self._add("local", name, dtype, shape, purpose)
+
+
+def check_limits(geometry: Geometry) -> None:
+    """Refuse a geometry whose counts do not fit the protocol's fields; names the field, the number and the limit."""
+    g = geometry
+    faults = []
+    if g.num_experts % g.ep_size:
+        faults.append(f"num_experts {g.num_experts} is not divisible by ep_size {g.ep_size}")
+    if g.hidden_size % 32:
+        faults.append(f"hidden_size {g.hidden_size} is not a multiple of 32")
+    if g.intermediate_size % 16:
+        faults.append(f"intermediate_size {g.intermediate_size} is not a multiple of 16")
+    if g.routes_per_rank >= 1 << COUNT_BITS:
+        faults.append(
+            f"max_tokens_per_rank * top_k = {g.routes_per_rank} does not fit a size cell "
+            f"(must be below {1 << COUNT_BITS})"
+        )
+    if g.max_pool_rows >= 1 << 31:
+        faults.append(f"the worst routing needs {g.max_pool_rows} pool rows (must be below {1 << 31})")
+    if faults:
+        raise MegaMoeConfigError("illegal layer geometry: " + "; ".join(faults))
