@@ -49,8 +49,8 @@ def seeded(seed: int) -> torch.Generator:
 def heavy_tailed(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
     """Student-t samples with three degrees of freedom, float32: outliers of 20 sigma are common."""
     normal = torch.randn(shape, generator=generator)
-    chi2 = sum(torch.randn(shape, generator=generator).square() for _ in range(3))
-    return normal / (chi2 / 3).sqrt().clamp_min(0.02)
+    chi2 = torch.randn((3, *shape), generator=generator).square().mean(dim=0)
+    return normal / chi2.sqrt().clamp_min(0.02)
 
 
 def make_tokens(generator: torch.Generator, num_tokens: int, hidden_size: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def make_layer_tensors(
 
     Args:
         input_scales: False gives a weight-only checkpoint.
-        max_global_ratio: gate's over up's output magnitude lies log-uniformly within 1/ratio..ratio; 1 makes them alike.
+        max_global_ratio: gate's over up's magnitude lies log-uniformly within 1/ratio..ratio; 1 makes them alike.
         input_scale_spread: largest over smallest input scale that any two experts or projections may have; 1 gives
             one input scale for fc1 and one for fc2, as calibration tools often write.
     """
