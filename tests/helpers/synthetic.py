@@ -120,9 +120,7 @@ def make_layer_tensors(
     return tensors
 
 
-def _draw_distinct(
-    generator: torch.Generator, num_tokens: int, top_k: int, popularity: torch.Tensor
-) -> torch.Tensor:
+def _draw_distinct(generator: torch.Generator, num_tokens: int, top_k: int, popularity: torch.Tensor) -> torch.Tensor:
     """`top_k` distinct experts a token, by popularity (Gumbel top-k)."""
     uniform = torch.rand((num_tokens, popularity.numel()), generator=generator).clamp(1e-9, 1 - 1e-7)
     return (popularity.log() - torch.log(-torch.log(uniform))).topk(top_k, dim=1).indices
