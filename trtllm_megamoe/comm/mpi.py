@@ -79,7 +79,7 @@ class MpiCommunicator(Communicator):
             window.Sync()
 
     def close(self) -> None:
-        """Free the windows. Collective: all ranks close in the same order, or none does and the job's end frees them."""
+        """Free the windows. Collective: all ranks close in the same order, or none and the job's end frees them."""
         while self._windows:
             window = self._windows.pop()
             window.Unlock_all()

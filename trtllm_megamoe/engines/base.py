@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layer asks of an engine. Engines validate nothing that the layer has validated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.weights.experts import ExpertWeights
+
+
+@dataclass(frozen=True, slots=True)
+class SaturationReport:
+    """Blocks of 16 whose largest value exceeds what their static global scale can express (docs/numerics.md 2).
+
+    Counts are of this rank and cumulative since the last load: staged token blocks, and fc1 output blocks of the
+    routes this rank computed. Always zero in bf16 activation mode.
+    """
+
+    input_blocks: int = 0
+    input_saturated: int = 0
+    fc1_out_blocks: int = 0
+    fc1_out_saturated: int = 0
+
+    def __add__(self, other: SaturationReport) -> SaturationReport:
+        return SaturationReport(
+            self.input_blocks + other.input_blocks,
+            self.input_saturated + other.input_saturated,
+            self.fc1_out_blocks + other.fc1_out_blocks,
+            self.fc1_out_saturated + other.fc1_out_saturated,
+        )
+
+
+class Engine(ABC):
+    """Executes one layer on one rank."""
+
+    name: str
+
+    @abstractmethod
+    def load(self, weights: ExpertWeights, mode: ActivationMode) -> None:
+        """Take this rank's experts; replaces earlier ones. Not collective."""
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Run one launch: x (T, H) bf16, topk_ids (T, K) int64, topk_weights (T, K) fp32 -> (T, H) bf16. Collective."""
+
+    @abstractmethod
+    def saturation(self) -> SaturationReport:
+        """Saturated blocks since the last load."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the workspace back. Idempotent."""

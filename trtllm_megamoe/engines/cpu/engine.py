@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer's protocol on host memory: the same regions, cells, counters and order as the kernels.
+
+One launch (design D6; every step names its region):
+
+1. stage     own token rows into `payload` / `payload_scales` / `route_weights`
+2. publish   sorted routes into each owner's `index_rows`, then one `size_cells` word per expert {epoch, count}
+3. pull      wait for all size cells of this epoch, copy rows from the sources' payloads into `pool` in expert order
+4. compute   fc1, SwiGLU, requantisation into `fc1_out`, fc2
+5. return    encode rows into the token owners' `result_data` / `result_scales`, then add to `return_counters`
+6. reduce    wait for the cumulative return counters, sum the live slots in slot order
+
+Nothing is reset between launches and there is no barrier. Ranks without tokens take every step. Every wait is bounded;
+a rank that gives up marks `abort` on all ranks, so that no peer waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_megamoe.comm.base import Communicator
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.engines.base import Engine, SaturationReport
+from trtllm_megamoe.engines.cpu import numerics
+from trtllm_megamoe.engines.cpu.experts import ExpertMath
+from trtllm_megamoe.engines.cpu.memory import allocate
+from trtllm_megamoe.errors import (
+    MegaMoeAbortedError,
+    MegaMoeError,
+    MegaMoeRankDivergenceError,
+    MegaMoeStateError,
+    MegaMoeTimeoutError,
+)
+from trtllm_megamoe.formats import ActivationMode, ScorePlacement, round_up
+from trtllm_megamoe.regions import COUNT_BITS, COUNTER_BANKS, TOKEN_BLOCK_ROWS, RegionTable
+from trtllm_megamoe.weights.experts import ExpertWeights
+
+_FIRST_NAP_S = 20e-6
+_LONGEST_NAP_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What a wait is still waiting for."""
+
+    peer: int
+    index: int
+    expected: int
+    seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class PooledExpert:
+    """One local expert's rows in the pool."""
+
+    expert: int
+    first_row: int
+    num_rows: int
+
+
+class CpuEngine(Engine):
+    """See the module docstring. Collective: construction and forward, in the same order on all ranks."""
+
+    name = "cpu"
+
+    def __init__(self, config: MegaMoeConfig, table: RegionTable, comm: Communicator) -> None:
+        self._config = config
+        self._geometry = table.geometry
+        self._comm = comm
+        self._rank = comm.rank
+        self._local, self._shared = allocate(table, comm, config.timeout_s)
+        self._own = self._shared[self._rank]
+        self._math: ExpertMath | None = None
+        self._saturation = SaturationReport()
+
+    def load(self, weights: ExpertWeights, mode: ActivationMode) -> None:
+        self._math = ExpertMath(weights, mode, self._config)
+        self._saturation = SaturationReport()
+        self._own["header"][0] = self._math.shared_facts_digest()
+
+    def saturation(self) -> SaturationReport:
+        return self._saturation
+
+    def close(self) -> None:
+        self._comm.close()
+
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        if self._math is None:
+            raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
+        self._raise_if_aborted("entry", 0)
+        epoch = int(self._local["epoch"][0]) + 1
+        try:
+            self._stage(x, topk_weights)
+            self._publish(topk_ids, epoch)
+            experts = self._pull(epoch)
+            for pooled in experts:
+                self._compute_and_return(pooled)
+            out = self._reduce(topk_ids, topk_weights, epoch)
+        except MegaMoeError:
+            self._tell_peers_to_stop()
+            raise
+        self._local["epoch"][0] = epoch
+        return out
+
+    # -- 1. stage
+
+    def _stage(self, x: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """Safe without a wait: this rank's previous launch ended, so every row it sent has been pulled and returned."""
+        assert self._math is not None
+        t = x.shape[0]
+        data, scales, report = self._math.stage_tokens(x)
+        self._own["payload"][:t, : data.shape[1]] = data
+        self._own["payload_scales"][:t, : scales.shape[1]] = scales
+        self._own["route_weights"][:t] = topk_weights
+        self._saturation = self._saturation + report
+
+    # -- 2. publish
+
+    def _publish(self, topk_ids: torch.Tensor, epoch: int) -> None:
+        g = self._geometry
+        ids = topk_ids.flatten()
+        live = (ids >= 0) & (ids < g.num_experts)
+        routes = live.nonzero().flatten()
+        order = torch.argsort(ids[routes], stable=True)
+        routes, experts = routes[order], ids[routes][order]
+        counts = torch.bincount(experts, minlength=g.num_experts).view(g.ep_size, g.num_local_experts)
+        ends = counts.sum(1).cumsum(0).tolist()
+        for owner, end in enumerate(ends):
+            mine = routes[end - int(counts[owner].sum()) : end]
+            self._shared[owner]["index_rows"][self._rank, : mine.numel()] = mine.int()
+        self._comm.fence()  # index rows, payload and weights' digest before the cells that announce them
+        for owner in range(g.ep_size):
+            cells = (epoch << COUNT_BITS) | counts[owner]
+            self._shared[owner]["size_cells"][epoch % COUNTER_BANKS, self._rank] = cells
+        self._local["expected_returns"].add_(counts.sum(1))
+        self._comm.fence()
+
+    # -- 3. pull
+
+    def _pull(self, epoch: int) -> list[PooledExpert]:
+        assert self._math is not None
+        g = self._geometry
+        cells = self._own["size_cells"][epoch % COUNTER_BANKS]
+
+        def missing_cell() -> Missing | None:
+            stale = ((cells >> COUNT_BITS) != epoch).nonzero()
+            if stale.numel() == 0:
+                return None
+            source, expert = stale[0].tolist()
+            return Missing(source, expert, epoch, int(cells[source, expert]) >> COUNT_BITS)
+
+        self._wait("size_cells", epoch, missing_cell)
+        self._check_peers_loaded_the_same()
+        counts = cells & ((1 << COUNT_BITS) - 1)
+        starts = counts.cumsum(1) - counts  # of each expert inside each source's index row
+        experts: list[PooledExpert] = []
+        first_row = 0
+        for expert in range(g.num_local_experts):
+            row = first_row
+            # sources rotated from rank + 1, so that all ranks do not pull from the same one at once
+            for source in [(self._rank + 1 + i) % g.ep_size for i in range(g.ep_size)]:
+                count, start = int(counts[source, expert]), int(starts[source, expert])
+                self._pull_rows(source, start, row, count)
+                row += count
+            if row > first_row:
+                experts.append(PooledExpert(expert, first_row, row - first_row))
+            first_row += round_up(row - first_row, TOKEN_BLOCK_ROWS)
+        return experts
+
+    def _pull_rows(self, source: int, start: int, row: int, count: int) -> None:
+        assert self._math is not None
+        if count == 0:
+            return
+        peer, local = self._shared[source], self._local
+        routes = self._own["index_rows"][source, start : start + count]
+        tokens = routes.long() // self._geometry.top_k
+        rows = slice(row, row + count)
+        pool, row_scale = self._math.decode_tokens(peer["payload"][tokens], peer["payload_scales"][tokens])
+        local["pool"][rows] = pool
+        local["pool_row_scale"][rows] = row_scale
+        local["pool_weight"][rows] = peer["route_weights"].flatten()[routes.long()]
+        local["pool_meta"][rows, 0] = source
+        local["pool_meta"][rows, 1] = routes
+
+    def _check_peers_loaded_the_same(self) -> None:
+        own = int(self._own["header"][0])
+        for peer in range(self._geometry.ep_size):
+            theirs = int(self._shared[peer]["header"][0])
+            if theirs != own:
+                raise MegaMoeRankDivergenceError(
+                    f"rank {self._rank}: rank {peer} loaded weights with other shared facts (activation mode or "
+                    f"fc1 input scale): digest {theirs:#x}, own {own:#x}; load the same checkpoint on every rank"
+                )
+
+    # -- 4. and 5. compute and return
+
+    def _compute_and_return(self, pooled: PooledExpert) -> None:
+        assert self._math is not None
+        local = self._local
+        rows = slice(pooled.first_row, pooled.first_row + pooled.num_rows)
+        weight = local["pool_weight"][rows] if self._config.score_placement is ScorePlacement.BEFORE_REQUANT else None
+        hidden, report = self._math.fc1(pooled.expert, local["pool"][rows], local["pool_row_scale"][rows], weight)
+        local["fc1_out"][rows] = hidden
+        self._saturation = self._saturation + report
+        data, scales = numerics.encode_wire(
+            self._math.fc2(pooled.expert, local["fc1_out"][rows]), self._geometry.combine_format
+        )
+        sources, routes = local["pool_meta"][rows, 0], local["pool_meta"][rows, 1].long()
+        returned = torch.bincount(sources, minlength=self._geometry.ep_size)
+        for source, peer in enumerate(self._shared):
+            chosen = (sources == source).nonzero().flatten()
+            if chosen.numel():
+                peer["result_data"][routes[chosen]] = data[chosen]
+                peer["result_scales"][routes[chosen], : scales.shape[1]] = scales[chosen]
+        self._comm.fence()  # rows before the counters that announce them
+        for source, peer in enumerate(self._shared):
+            peer["return_counters"][self._rank] += returned[source]  # this rank is the cell's only writer
+        self._comm.fence()
+
+    # -- 6. reduce
+
+    def _reduce(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, epoch: int) -> torch.Tensor:
+        g = self._geometry
+        expected, counters = self._local["expected_returns"], self._own["return_counters"]
+
+        def missing_rows() -> Missing | None:
+            late = (counters < expected).nonzero()
+            if late.numel() == 0:
+                return None
+            owner = int(late[0])
+            return Missing(owner, owner, int(expected[owner]), int(counters[owner]))
+
+        self._wait("return_counters", epoch, missing_rows)
+        total = torch.zeros(topk_ids.shape[0], g.hidden_size)
+        for slot in range(g.top_k):
+            ids = topk_ids[:, slot]
+            tokens = ((ids >= 0) & (ids < g.num_experts)).nonzero().flatten()
+            routes = tokens * g.top_k + slot
+            rows = numerics.decode_wire(
+                self._own["result_data"][routes], self._own["result_scales"][routes], g.combine_format, g.hidden_size
+            )
+            if self._config.score_placement is ScorePlacement.AFTER_FC2:
+                rows = topk_weights[tokens, slot].unsqueeze(-1) * rows
+            total[tokens] = total[tokens] + rows
+        return total.bfloat16()
+
+    # -- waits
+
+    def _wait(self, site: str, epoch: int, missing: Callable[[], Missing | None]) -> None:
+        """Poll until nothing is missing; every poll sees what peers have released before it."""
+        deadline = time.monotonic() + self._config.timeout_s
+        nap_s = _FIRST_NAP_S
+        while True:
+            self._comm.fence()
+            still = missing()
+            if still is None:
+                return
+            self._raise_if_aborted(site, epoch)
+            if time.monotonic() > deadline:
+                record = [1, self._rank, still.peer, still.index, epoch, still.expected, still.seen, 0]
+                self._local["error_record"].copy_(torch.tensor(record))
+                raise MegaMoeTimeoutError(
+                    f"rank {self._rank}: waited {self._config.timeout_s:g} s at {site} for rank {still.peer} in launch "
+                    f"{epoch} (index {still.index}: expected {still.expected}, seen {still.seen}); "
+                    "that rank did not launch, stopped, or is slower than timeout_s"
+                )
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def _raise_if_aborted(self, site: str, epoch: int) -> None:
+        culprit = int(self._own["abort"][0])
+        if culprit:
+            raise MegaMoeAbortedError(
+                f"rank {self._rank}: rank {culprit - 1} gave up; stopped at {site} of launch {epoch}. "
+                "Build the layer anew on all ranks"
+            )
+
+    def _tell_peers_to_stop(self) -> None:
+        for peer in self._shared:
+            if int(peer["abort"][0]) == 0:
+                peer["abort"][0] = self._rank + 1
+        self._comm.fence()

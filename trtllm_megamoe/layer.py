@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MegaMoELayer`: the framework-neutral layer. Validates everything, then hands clean tensors to an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+import torch
+
+import trtllm_megamoe
+from trtllm_megamoe.agreement import require_rank_identical
+from trtllm_megamoe.comm import Communicator, single
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.contract import judge
+from trtllm_megamoe.engines.base import SaturationReport
+from trtllm_megamoe.engines.registry import build_engine, choose_engine
+from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError, MegaMoeWeightError
+from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.regions import Geometry, RegionTable
+from trtllm_megamoe.weights.build import build_expert_weights
+from trtllm_megamoe.weights.spec import LayerShape
+
+logger = logging.getLogger(__name__)
+
+
+class MegaMoELayer:
+    """The routed experts of one MoE layer on one expert-parallel rank.
+
+    Construct, `load_weights`, then call `forward` once per step on EVERY rank, also with zero tokens.
+
+    Args:
+        config: Shape, formats and engine; must be equal on all ranks, which is checked here once.
+        comm: This rank's communicator (see `trtllm_megamoe.comm`); None means one rank.
+
+    Raises:
+        MegaMoeConfigError: The layer is not eligible; every reason is named. Nothing was allocated.
+        MegaMoeUnavailableError: The requested engine cannot run on this machine.
+        MegaMoeRankDivergenceError: Ranks disagree; the same text on all of them.
+
+    Collective: construction and forward, in the same order on all ranks. Graph-safe: no (CPU engine).
+    Source: docs/architecture.md, requirements R1-R7.
+    """
+
+    def __init__(self, config: MegaMoeConfig, comm: Communicator | None = None) -> None:
+        comm = comm if comm is not None else single()
+        self.config = config
+        self.ep_rank, self.ep_size = comm.rank, comm.size
+        verdict = judge(config, comm.size)
+        if not verdict.is_eligible:
+            raise MegaMoeConfigError(f"rank {comm.rank}: this layer cannot run here: {verdict.describe()}")
+        choice = choose_engine(config.engine)
+        facts = {**config.model_dump(), "engine": choice.name, "version": trtllm_megamoe.__version__}
+        facts.pop("timeout_s")  # the one field in which ranks may differ
+        require_rank_identical(facts, comm, config.timeout_s)
+        self.table = RegionTable(Geometry.from_config(config, comm.size))
+        self._engine = build_engine(choice, config, self.table, comm)
+        self._mode: ActivationMode | None = None
+        logger.info("rank %d/%d: engine %s (%s)", self.ep_rank, self.ep_size, choice.name, choice.reason)
+
+    @property
+    def engine_name(self) -> str:
+        """Name of the engine that runs this layer."""
+        return self._engine.name
+
+    @property
+    def activation_mode(self) -> ActivationMode:
+        """Activation mode in use; known once weights are loaded."""
+        if self._mode is None:
+            raise MegaMoeStateError(f"rank {self.ep_rank}: the activation mode is known after load_weights")
+        return self._mode
+
+    @property
+    def saturation(self) -> SaturationReport:
+        """Activation blocks of this rank that exceeded their static scale since the last load."""
+        return self._engine.saturation()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load this rank's experts of one layer.
+
+        Args:
+            weights: Named checkpoint tensors of one layer (names as in the file or `{e}.w1.weight` style). Experts of
+                other ranks are skipped, but all E experts' gate and up `input_scale` are read (requirement R27).
+
+        Raises:
+            MegaMoeWeightError: Anything missing, extra, mis-shaped, mis-typed or degenerate, all faults in one error,
+                or activation mode `nvfp4` without input scales. The earlier weights stay in use.
+
+        Collective: no.
+        """
+        shape = LayerShape(
+            self.config.hidden_size, self.config.intermediate_size, self.config.num_experts, self.config.top_k
+        )
+        num_local = self.table.geometry.num_local_experts
+        experts = build_expert_weights(weights, shape, self.ep_rank * num_local, num_local)
+        mode = self._resolve_mode(experts.has_input_scales)
+        self._engine.load(experts, mode)
+        self._mode = mode
+
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Run the layer on this rank's tokens.
+
+        Args:
+            x: (T, H) bfloat16 with 0 <= T <= max_tokens_per_rank. Read only.
+            topk_ids: (T, K) int32 or int64 global expert ids; an id outside [0, E) masks its route, a repeated id is
+                two routes.
+            topk_weights: (T, K) float32; those of masked routes are never read.
+
+        Returns:
+            (T, H) bfloat16, freshly allocated; rows without a live route are +0.
+
+        Raises:
+            MegaMoeCapacityError: T exceeds max_tokens_per_rank. Nothing was launched.
+            MegaMoeConfigError: Wrong shape, dtype or device. Nothing was launched.
+            MegaMoeStateError: No weights are loaded.
+            MegaMoeTimeoutError: A peer did not do its part within timeout_s; names the peer. Peers are told to stop.
+            MegaMoeAbortedError: A peer gave up.
+
+        Collective: yes, every rank, same order, also with T = 0.
+        """
+        if self._mode is None:
+            raise MegaMoeStateError(f"rank {self.ep_rank}: forward before load_weights; load a checkpoint first")
+        self._validate_inputs(x, topk_ids, topk_weights)
+        return self._engine.forward(x.contiguous(), topk_ids.to(torch.int64), topk_weights)
+
+    __call__ = forward
+
+    def close(self) -> None:
+        """Give the workspace back. Idempotent; with MPI every rank closes."""
+        self._engine.close()
+
+    def __enter__(self) -> MegaMoELayer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # after an error peers may be gone; closing is collective under MPI
+            self.close()
+
+    def _resolve_mode(self, has_input_scales: bool) -> ActivationMode:
+        requested = self.config.activation_mode
+        if requested is None:
+            return ActivationMode.NVFP4 if has_input_scales else ActivationMode.BF16
+        if requested is ActivationMode.NVFP4 and not has_input_scales:
+            raise MegaMoeWeightError(
+                f"rank {self.ep_rank}: the checkpoint has no input scales (weight-only), which activation mode 'nvfp4' "
+                "needs; use activations='bf16' (or 'auto')"
+            )
+        return requested
+
+    def _validate_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        where, cfg = f"rank {self.ep_rank}: forward: ", self.config
+        if x.dim() != 2 or x.shape[1] != cfg.hidden_size:
+            raise MegaMoeConfigError(f"{where}x has shape {tuple(x.shape)}, expected (T, {cfg.hidden_size})")
+        if x.dtype != torch.bfloat16:
+            raise MegaMoeConfigError(f"{where}x has dtype {x.dtype}, expected torch.bfloat16; convert it before")
+        num_tokens = x.shape[0]
+        if num_tokens > cfg.max_tokens_per_rank:
+            raise MegaMoeCapacityError(
+                f"{where}{num_tokens} tokens exceed max_tokens_per_rank {cfg.max_tokens_per_rank}; "
+                "nothing was launched. Split the chunk or build the layer with a larger bound"
+            )
+        expected = (num_tokens, cfg.top_k)
+        for name, tensor, dtypes in (
+            ("topk_ids", topk_ids, (torch.int32, torch.int64)),
+            ("topk_weights", topk_weights, (torch.float32,)),
+        ):
+            if tuple(tensor.shape) != expected:
+                raise MegaMoeConfigError(f"{where}{name} has shape {tuple(tensor.shape)}, expected {expected}")
+            if tensor.dtype not in dtypes:
+                allowed = " or ".join(str(d) for d in dtypes)
+                raise MegaMoeConfigError(f"{where}{name} has dtype {tensor.dtype}, expected {allowed}")
+        devices = {str(t.device) for t in (x, topk_ids, topk_weights)}
+        if len(devices) > 1:
+            raise MegaMoeConfigError(f"{where}inputs are on different devices: {', '.join(sorted(devices))}")
