@@ -137,7 +137,8 @@ def nvfp4_quantize(values: torch.Tensor, global_scale: torch.Tensor) -> Nvfp4:
         global_scale: float32 scalar > 0 (calibrated amax / 2688).
     """
     blocks = _blocks(values.to(torch.float32), NVFP4_BLOCK)
-    qs = 1.0 / global_scale.to(torch.float32)
+    a = global_scale.to(blocks.device, torch.float32)
+    qs = torch.ones_like(a) / a
     amax = blocks.abs().amax(dim=-1)  # NaN wins
     scales = e4m3_encode(amax * (qs * ONE_SIXTH.to(qs.device)))
     scale = e4m3_decode(scales)
@@ -149,7 +150,7 @@ def nvfp4_quantize(values: torch.Tensor, global_scale: torch.Tensor) -> Nvfp4:
 def nvfp4_saturated(values: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     """(..., N/16) bool: blocks with a value above the calibrated range 6 * 448 * a, which quantisation cuts off."""
     amax = _blocks(values, NVFP4_BLOCK).abs().amax(dim=-1)
-    return amax.double() > 2688.0 * global_scale.double()
+    return amax.double() > 2688.0 * global_scale.to(amax.device).double()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ def _fp4_wire_encode(rows: torch.Tensor) -> WireRows:
     """Per 16 values the bf16 amax itself; a code counts sixths of it."""
     blocks = _blocks(rows.float(), FP4_WIRE_BLOCK)
     amax = blocks.abs().amax(dim=-1)
-    per_step = 6.0 / amax
+    per_step = torch.full_like(amax, 6.0) / amax  # one rounding; torch evaluates `6.0 / amax` as 6 * (1 / amax)
     zero, bad = per_step.isinf(), amax.isnan()  # an amax of 0 also divides to infinity
     codes = e2m1_encode(blocks * per_step.unsqueeze(-1))
     codes = torch.where(zero.unsqueeze(-1), 0, torch.where(bad.unsqueeze(-1), E2M1_MAX_CODE, codes)).to(torch.uint8)

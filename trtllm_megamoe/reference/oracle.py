@@ -149,13 +149,13 @@ class OracleWeights:
             raise MegaMoeWeightError(f"input scales must be on every expert's projections or on none; no {missing}")
         input_scale = down_input_scales = None
         if present:
-            scales = {name: tensors[name].float().reshape(()) for name in names}
+            scales = {name: tensors[name].to("cpu", torch.float32).reshape(()) for name in names}
             input_scale = torch.stack([s for name, s in scales.items() if ".w2." not in name]).max()
             down_input_scales = torch.stack([scales[f"{e}.w2.input_scale"] for e in range(num_experts)])
         intermediate_size, half_hidden = tensors["0.w1.weight"].shape
         return cls(tensors, num_experts, 2 * half_hidden, intermediate_size, input_scale, down_input_scales)
 
-    def projection(self, expert: int, name: str) -> torch.Tensor:
+    def projection(self, expert: int, name: str, device: torch.device) -> torch.Tensor:
         """code * scale of one projection, float64 (exact), without its global scale: w1, w3 (I, H), w2 (H, I)."""
         shape = (self.intermediate_size, self.hidden_size)
         rows, columns = shape if name != "w2" else shape[::-1]
@@ -166,12 +166,12 @@ class OracleWeights:
                 f"{expert}.{name}: weight {tuple(packed.shape)} and weight_scale {tuple(scales.shape)} do not fit "
                 f"a projection of {rows} x {columns}"
             )
-        codes = codecs.unpack_nibbles(packed.view(torch.uint8))
-        return codecs.nvfp4_decode(codes, scales.view(torch.uint8)).double()
+        codes = codecs.unpack_nibbles(packed.view(torch.uint8).to(device))
+        return codecs.nvfp4_decode(codes, scales.view(torch.uint8).to(device)).double()
 
     def global_scale(self, expert: int, name: str) -> torch.Tensor:
-        """`weight_scale_2` as a float32 scalar."""
-        return self.tensors[f"{expert}.{name}.weight_scale_2"].float().reshape(())
+        """`weight_scale_2` as a float32 scalar on the CPU."""
+        return self.tensors[f"{expert}.{name}.weight_scale_2"].to("cpu", torch.float32).reshape(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ def oracle_forward(
     """The layer's output (T, H): bf16 with `round_output`, else the dtype of the top-k sum.
 
     Args:
-        x: (T, H), any float dtype; T may be 0.
+        x: (T, H), any float dtype; T may be 0. All work happens on its device.
         topk_ids: (T, K) integers; a route with an id outside [0, E) is masked and its weight is not read.
         topk_weights: (T, K) float.
     """
@@ -270,15 +270,16 @@ def _fc2_operand(hidden: torch.Tensor, mode: ActivationMode | None, input_scale:
         return _nvfp4_operand(hidden, input_scale)
     if mode is ActivationMode.BF16:
         q = torch.tensor(0) if input_scale is None else codecs.requant_exponent(input_scale)
-        f16 = codecs.f16_saturate(hidden.to(torch.bfloat16).float() * codecs.power_of_two(q))
+        f16 = codecs.f16_saturate(hidden.to(torch.bfloat16).float() * codecs.power_of_two(q).to(hidden.device))
         return _Operand(f16.double(), scale=codecs.power_of_two(-q), f16=f16)
     return _Operand(hidden.double())
 
 
 def _linear(operand: _Operand, weights: OracleWeights, expert: int, name: str, fp32: bool) -> torch.Tensor:
     """One projection (N, rows) with its alpha: section 4.1 steps 2 and 7, 4.2 steps 2 and 7."""
-    matrix = weights.projection(expert, name)
-    acc = torch.zeros((operand.values.shape[0], matrix.shape[0]), dtype=torch.float64)
+    device = operand.values.device
+    matrix = weights.projection(expert, name, device)
+    acc = torch.zeros((operand.values.shape[0], matrix.shape[0]), dtype=torch.float64, device=device)
     for start in range(0, matrix.shape[1], _EXACT_TERMS):
         piece = slice(start, start + _EXACT_TERMS)
         acc += operand.values[:, piece] @ matrix[:, piece].T
@@ -289,7 +290,7 @@ def _linear(operand: _Operand, weights: OracleWeights, expert: int, name: str, f
     alpha = weights.global_scale(expert, name).to(dtype)
     if operand.scale is not None:
         alpha = alpha * operand.scale.to(dtype)
-    return acc * alpha
+    return acc * alpha.to(device)
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor, options: OracleOptions) -> torch.Tensor:
@@ -332,7 +333,7 @@ def _top_k_sum(
     decoded: torch.Tensor, live: torch.Tensor, topk_weights: torch.Tensor, options: OracleOptions
 ) -> torch.Tensor:
     """(T, K, H) rows to (T, H), slot by slot; section 5."""
-    total = torch.zeros((decoded.shape[0], decoded.shape[2]), dtype=options.top_k_sum)
+    total = torch.zeros((decoded.shape[0], decoded.shape[2]), dtype=options.top_k_sum, device=decoded.device)
     for slot in range(decoded.shape[1]):
         term = decoded[:, slot].to(options.top_k_sum)
         if options.score_placement is ScorePlacement.AFTER_FC2:
@@ -367,7 +368,8 @@ def _run(
         x = x.to(torch.bfloat16)
     operand = _fc1_operand(x, options.fc1_activations, weights.input_scale)
 
-    ids = topk_ids.long().flatten()
+    topk_weights = topk_weights.to(x.device)
+    ids = topk_ids.to(x.device).long().flatten()
     live = (ids >= 0) & (ids < weights.num_experts)
     tensors: dict[str, torch.Tensor] = {}
     # Expert 0 without rows stands in for an empty batch: the shapes and dtypes below exist all the same.
@@ -379,7 +381,7 @@ def _run(
         for name, value in fields.items():
             if value is not None and (keep or name == "routes"):
                 if name not in tensors:
-                    tensors[name] = torch.zeros((len(ids), value.shape[1]), dtype=value.dtype)
+                    tensors[name] = value.new_zeros((len(ids), value.shape[1]))
                 tensors[name][routes] = value
 
     decoded, wire = tensors["routes"], None
