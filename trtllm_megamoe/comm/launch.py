@@ -20,6 +20,10 @@ from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeTimeoutError, MegaM
 # Set for every process that such a launcher starts. Their presence without rank and size is an unknown world.
 _FOREIGN_MARKERS = ("PMIX_RANK", "TORCHELASTIC_RUN_ID")
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+QUIET_OPEN_MPI = ("OMPI_MCA_osc", "^ucx")
+"""Variable and value that keep Open MPI from trying UCX for shared-memory windows: it fails, says so on every rank, and
+the next choice is the right one. Must be set before MPI starts."""
+
 _START_S = 30.0
 _STOP_S = 10.0
 
@@ -214,6 +218,7 @@ def mpirun_environment(num_ranks: int, env: Mapping[str, str] | None = None) -> 
     env = os.environ if env is None else env
     fresh = {name: value for name, value in env.items() if not name.startswith(_LAUNCHER_PREFIXES)}
     fresh.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    fresh.setdefault(*QUIET_OPEN_MPI)
     fresh["OMPI_ALLOW_RUN_AS_ROOT"] = fresh["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return fresh
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from trtllm_megamoe.comm.base import Communicator
+from trtllm_megamoe.comm.base import Communicator, SharedBytes
+from trtllm_megamoe.comm.launch import QUIET_OPEN_MPI
 from trtllm_megamoe.errors import MegaMoeTimeoutError, MegaMoeUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class MpiCommunicator(Communicator):
     transport = "mpi"
 
     def __init__(self, mpi_comm: Any = None) -> None:
+        os.environ.setdefault(*QUIET_OPEN_MPI)
         try:
             from mpi4py import MPI
         except ImportError as err:
@@ -61,7 +63,7 @@ class MpiCommunicator(Communicator):
                 )
             time.sleep(_POLL_S)
 
-    def allocate_shared(self, num_bytes: int, timeout_s: float) -> Sequence[torch.Tensor]:
+    def allocate_shared(self, num_bytes: int, timeout_s: float) -> SharedBytes:
         self.barrier(timeout_s)
         window = self._mpi.Win.Allocate_shared(num_bytes, 1, comm=self._comm)
         # passive epoch for the window's whole life: plain loads and stores, ordered by Sync
@@ -70,17 +72,16 @@ class MpiCommunicator(Communicator):
         views = []
         for rank in range(self.size):
             buffer, _ = window.Shared_query(rank)
-            # an MPI window keeps no Python owner alive; self._windows does
             views.append(torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes))
-        return views
+
+        def release() -> None:
+            if window in self._windows:
+                self._windows.remove(window)
+                window.Unlock_all()
+                window.Free()
+
+        return SharedBytes(views, release)
 
     def fence(self) -> None:
         for window in self._windows:
             window.Sync()
-
-    def close(self) -> None:
-        """Free the windows. Collective: all ranks close in the same order, or none and the job's end frees them."""
-        while self._windows:
-            window = self._windows.pop()
-            window.Unlock_all()
-            window.Free()

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of one layer, in three steps that `run`, its MPI worker and the tests share.
+
+`prepare` reads and judges everything that can be judged before a rank starts; `forward_case` is the collective part and
+deals tokens, loads, runs and gathers on every rank; `check_case` compares with the oracle where the result is.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from trtllm_megamoe.comm.base import Communicator
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.contract import judge
+from trtllm_megamoe.engines.base import SaturationReport
+from trtllm_megamoe.engines.registry import choose_engine
+from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeWeightError
+from trtllm_megamoe.formats import ActivationMode, ScorePlacement
+from trtllm_megamoe.layer import MegaMoELayer
+from trtllm_megamoe.reference.metrics import cosine, mismatch_report, rel_l2
+from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
+from trtllm_megamoe.weights.checkpoint import Checkpoint, StoredTensor
+
+TOLERANCE_REL_L2 = 1e-3
+"""Largest accepted rel-L2 against the oracle, every wire format and activation mode.
+
+The oracle rounds at the same points as the engines (docs/numerics.md), wire included, so only what that text leaves
+free remains: the order of a sum and the last bits of the sigmoid. They move a few values across a rounding boundary:
+one bf16 step is 2^-8 of that value, one e2m1 step at most half of it, in about one value of 1e5.
+"""
+
+WAIT_S = 600.0
+"""Longest wait for a peer: on a machine with fewer cores than ranks a peer may load for minutes."""
+
+_INPUT_NAMES = ("x", "topk_ids", "topk_weights")
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+class RunCase(BaseModel):
+    """What to run; plain data, so that it travels to MPI ranks as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    checkpoint: Path
+    layer: int
+    input: Path
+    ep_size: PositiveInt
+    config: MegaMoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What the router and the attention hand to the layer: x (T, H) bf16, topk_ids (T, K), topk_weights (T, K) fp32."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T, over all ranks."""
+        return int(self.x.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What the ranks computed together: `out` (T, H) bf16 in the input's order, and facts of the run."""
+
+    out: torch.Tensor
+    engine: str
+    transport: str
+    activation_mode: ActivationMode
+    saturation: SaturationReport
+    load_s: float
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Comparison with the oracle."""
+
+    rel_l2: float
+    cosine: float
+    num_nonfinite: int
+    passed: bool
+
+
+def read_input(path: Path, layer: int) -> LayerInput:
+    """Read `x`, `topk_ids` and `topk_weights` of a safetensors file, plain or prefixed `layers.N.`, x rounded to bf16.
+
+    Raises:
+        MegaMoeConfigError: Unreadable file, a missing name, or a wrong dtype or shape.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            present = set(file.keys())
+            tensors = {}
+            for name in _INPUT_NAMES:
+                stored = next((n for n in (f"layers.{layer}.{name}", name) if n in present), None)
+                if stored is None:
+                    held = ", ".join(sorted(present)) or "nothing"
+                    raise MegaMoeConfigError(f"{path} lacks {name!r} (also under layers.{layer}.); it holds: {held}")
+                tensors[name] = file.get_tensor(stored)
+    except (OSError, SafetensorError) as err:
+        raise MegaMoeConfigError(f"cannot read input {path}: {err}") from None
+    x, ids, weights = (tensors[name] for name in _INPUT_NAMES)
+    _require_dtype(path, "x", x, _FLOAT_DTYPES)
+    _require_dtype(path, "topk_ids", ids, _ID_DTYPES)
+    _require_dtype(path, "topk_weights", weights, _FLOAT_DTYPES)
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        raise MegaMoeConfigError(
+            f"{path}: x must be (T, H), topk_ids and topk_weights (T, K) with the same T and K; "
+            f"got x {tuple(x.shape)}, topk_ids {tuple(ids.shape)}, topk_weights {tuple(weights.shape)}"
+        )
+    return LayerInput(x.to(torch.bfloat16), ids, weights.to(torch.float32))
+
+
+def _require_dtype(path: Path, name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        got = str(tensor.dtype).removeprefix("torch.")
+        raise MegaMoeConfigError(f"{path}: {name} has dtype {got}; allowed: {names}")
+
+
+def deal(num_tokens: int, ep_size: int) -> list[slice]:
+    """Contiguous near-even shares of T tokens, one per rank; the first T mod R ranks get one more."""
+    share, rest = divmod(num_tokens, ep_size)
+    starts = [rank * share + min(rank, rest) for rank in range(ep_size + 1)]
+    return [slice(starts[rank], starts[rank + 1]) for rank in range(ep_size)]
+
+
+def prepare(
+    checkpoint: Path, layer: int, input_path: Path, ep_size: int, options: Mapping[str, Any]
+) -> tuple[RunCase, LayerInput]:
+    """Judge a request and fill in what the checkpoint and the input decide. Runs nothing.
+
+    Args:
+        options: Fields of :class:`MegaMoeConfig` that the user set; None means "take the default", which comes from the
+            checkpoint's architecture (score placement), its configuration (clamp) or the input (largest share).
+
+    Raises:
+        MegaMoeWeightError: The checkpoint or the layer cannot be used.
+        MegaMoeUnavailableError: The engine cannot run on this machine.
+        MegaMoeConfigError: The input or an option is not legal, or does not fit the checkpoint.
+    """
+    opened = Checkpoint.open(checkpoint)
+    shape = opened.layer_shape(layer)
+    given = read_input(input_path, layer)
+    largest_share = math.ceil(given.num_tokens / ep_size)
+    defaults: dict[str, Any] = {
+        "max_tokens_per_rank": max(1, largest_share),
+        "score_placement": ScorePlacement.for_architecture(opened.architecture),
+        "swiglu_limit": opened.swiglu_limit,
+        "timeout_s": WAIT_S,
+    }
+    config = MegaMoeConfig.create(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        **(defaults | {name: value for name, value in options.items() if value is not None}),
+    )
+    choose_engine(config.engine)
+    verdict = judge(config, ep_size)
+    if not verdict.is_eligible:
+        raise MegaMoeConfigError(f"layer {layer} of {checkpoint} cannot run on {ep_size} ranks: {verdict.describe()}")
+    if given.x.shape[1] != shape.hidden_size:
+        raise MegaMoeConfigError(
+            f"{input_path}: x has {given.x.shape[1]} columns, the checkpoint's hidden size is {shape.hidden_size}"
+        )
+    if given.topk_ids.shape[1] != shape.top_k:
+        raise MegaMoeConfigError(
+            f"{input_path}: topk_ids has {given.topk_ids.shape[1]} columns, the checkpoint routes to top-{shape.top_k}"
+        )
+    if largest_share > config.max_tokens_per_rank:
+        raise MegaMoeCapacityError(
+            f"{given.num_tokens} tokens on {ep_size} ranks give one rank {largest_share}, above --max-tokens-per-rank "
+            f"{config.max_tokens_per_rank}; raise it, use more ranks or pass fewer tokens"
+        )
+    case = RunCase(checkpoint=checkpoint, layer=layer, input=input_path, ep_size=ep_size, config=config)
+    return case, given
+
+
+def forward_case(
+    case: RunCase, given: LayerInput, comm: Communicator, show_progress: bool = False
+) -> Forwarded | None:
+    """Run one case on this rank of `comm` and gather the whole output on rank 0; None on the others.
+
+    A fault of the weights is raised with the same text on every rank, whichever rank saw it.
+
+    Collective: yes, all ranks of `comm`, the same case.
+    """
+    config, timeout_s = case.config, case.config.timeout_s
+    with MegaMoELayer(config, comm) as layer:
+        started = time.perf_counter()
+        _load_or_fail_together(layer, case, comm, show_progress)
+        load_s = time.perf_counter() - started
+        share = deal(given.num_tokens, comm.size)[comm.rank]
+        started = time.perf_counter()
+        out = layer.forward(given.x[share], given.topk_ids[share], given.topk_weights[share])
+        forward_s = time.perf_counter() - started
+        facts = comm.allgather((out, layer.saturation, load_s, forward_s), timeout_s)
+        if comm.rank != 0:
+            return None
+        outs, saturations, loads, forwards = zip(*facts, strict=True)
+        return Forwarded(
+            out=torch.cat(outs),
+            engine=layer.engine_name,
+            transport=comm.transport,
+            activation_mode=layer.activation_mode,
+            saturation=sum(saturations, SaturationReport()),
+            load_s=max(loads),
+            forward_s=max(forwards),
+        )
+
+
+def _load_or_fail_together(layer: MegaMoELayer, case: RunCase, comm: Communicator, show_progress: bool) -> None:
+    """Load this rank's experts, then agree: nobody starts a launch that a failed rank would never join."""
+    num_local = case.config.num_experts // comm.size
+    mine = range(comm.rank * num_local, (comm.rank + 1) * num_local)
+    fault = None
+    try:
+        checkpoint = Checkpoint.open(case.checkpoint)
+        layer.load_weights(_with_progress(checkpoint, case.layer, mine, show_progress and comm.rank == 0))
+    except MegaMoeWeightError as err:
+        fault = str(err)
+    faults = {rank: text for rank, text in enumerate(comm.allgather(fault, case.config.timeout_s)) if text is not None}
+    if faults:
+        rank, text = next(iter(faults.items()))
+        others = f" (ranks {list(faults)} failed; this is rank {rank}'s)" if len(faults) > 1 else ""
+        raise MegaMoeWeightError(f"layer {case.layer} of {case.checkpoint}: {text}{others}")
+
+
+def _with_progress(
+    checkpoint: Checkpoint, layer: int, experts: Iterable[int], is_shown: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's tensors; a bar on stderr for people (tqdm hides itself where stderr is no terminal)."""
+    tensors = checkpoint.iter_layer(layer, experts)
+    total = len(checkpoint.layer_tensors(layer, experts))
+    return iter(tqdm(tensors, total=total, desc=f"layer {layer}", unit="tensor", disable=None if is_shown else True))
+
+
+class _LazyTensors(Mapping[str, torch.Tensor]):
+    """A layer's tensors by canonical name, read when asked for; what the oracle computes from."""
+
+    def __init__(self, stored: Iterable[StoredTensor]) -> None:
+        self._stored = {tensor.key.name: tensor for tensor in stored}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._stored[name]
+        return 1 / tensor.read() if tensor.reciprocal else tensor.read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def check_case(case: RunCase, given: LayerInput, forwarded: Forwarded) -> Check:
+    """Compare with the oracle of the same x, options and activation mode.
+
+    Values that the oracle says are NaN or infinite (a token with such inputs) must be so in the result too and are
+    left out of the norms.
+    """
+    config = case.config
+    checkpoint = Checkpoint.open(case.checkpoint)
+    weights = OracleWeights.from_tensors(_LazyTensors(checkpoint.layer_tensors(case.layer)))
+    options = OracleOptions.product(
+        forwarded.activation_mode,
+        combine_format=config.combine_format,
+        score_placement=config.score_placement,
+        swiglu_limit=config.swiglu_limit,
+        swiglu_alpha=config.swiglu_alpha,
+        swiglu_beta=config.swiglu_beta,
+    )
+    expected = oracle_forward(weights, given.x, given.topk_ids, given.topk_weights, options)
+    finite = expected.isfinite()
+    is_same_elsewhere = mismatch_report(forwarded.out[~finite], expected[~finite]) is None
+    error = rel_l2(forwarded.out[finite], expected[finite])
+    return Check(
+        rel_l2=error,
+        cosine=cosine(forwarded.out[finite], expected[finite]),
+        num_nonfinite=int((~finite).sum()),
+        passed=is_same_elsewhere and error < TOLERANCE_REL_L2,
+    )
