@@ -8,10 +8,19 @@ bytes and the fence.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class SharedBytes:
+    """One collective allocation: uint8 views of every rank's bytes (index = rank), and how to give it back."""
+
+    views: Sequence[torch.Tensor]
+    release: Callable[[], None]
 
 
 class Communicator(ABC):
@@ -30,8 +39,8 @@ class Communicator(ABC):
         """Return when every rank has entered. Collective."""
 
     @abstractmethod
-    def allocate_shared(self, num_bytes: int, timeout_s: float) -> Sequence[torch.Tensor]:
-        """Allocate `num_bytes` on every rank; return uint8 views of all ranks' bytes, index = rank. Collective.
+    def allocate_shared(self, num_bytes: int, timeout_s: float) -> SharedBytes:
+        """Allocate `num_bytes` on every rank and map all ranks' bytes here. Collective, and so is its `release`.
 
         The bytes are NOT zeroed (the region table says which must be).
         """
@@ -39,7 +48,3 @@ class Communicator(ABC):
     @abstractmethod
     def fence(self) -> None:
         """Order this rank's earlier accesses to shared bytes before its later ones (release and acquire)."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give shared bytes back. Idempotent, not collective where the transport allows it."""

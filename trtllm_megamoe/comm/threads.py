@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from trtllm_megamoe.comm.base import Communicator
+from trtllm_megamoe.comm.base import Communicator, SharedBytes
 from trtllm_megamoe.errors import MegaMoeAbortedError, MegaMoeConfigError, MegaMoeTimeoutError
 
 Result = TypeVar("Result")
@@ -78,15 +78,13 @@ class ThreadCommunicator(Communicator):
     def barrier(self, timeout_s: float) -> None:
         self.allgather(None, timeout_s)
 
-    def allocate_shared(self, num_bytes: int, timeout_s: float) -> Sequence[torch.Tensor]:
-        return self.allgather(torch.empty(num_bytes, dtype=torch.uint8), timeout_s)
+    def allocate_shared(self, num_bytes: int, timeout_s: float) -> SharedBytes:
+        views = self.allgather(torch.empty(num_bytes, dtype=torch.uint8), timeout_s)
+        return SharedBytes(views, release=lambda: None)  # the tensors die with their last reference
 
     def fence(self) -> None:
         with self._group.changed:
             pass
-
-    def close(self) -> None:
-        """Nothing to give back: the tensors die with their last reference."""
 
 
 def single() -> Communicator:

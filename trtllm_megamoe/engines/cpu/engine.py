@@ -72,7 +72,7 @@ class CpuEngine(Engine):
         self._geometry = table.geometry
         self._comm = comm
         self._rank = comm.rank
-        self._local, self._shared = allocate(table, comm, config.timeout_s)
+        self._local, self._shared, self._allocation = allocate(table, comm, config.timeout_s)
         self._own = self._shared[self._rank]
         self._math: ExpertMath | None = None
         self._saturation = SaturationReport()
@@ -86,7 +86,7 @@ class CpuEngine(Engine):
         return self._saturation
 
     def close(self) -> None:
-        self._comm.close()
+        self._allocation.release()
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         if self._math is None:

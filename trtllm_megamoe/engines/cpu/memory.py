@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from trtllm_megamoe.comm.base import Communicator
+from trtllm_megamoe.comm.base import Communicator, SharedBytes
 from trtllm_megamoe.regions import RegionTable, Space
 
 # torch has no arithmetic on unsigned words; the protocol keeps every u64 and u32 below the sign bit
@@ -34,19 +32,21 @@ class RegionViews:
         return self._views[name]
 
 
-def allocate(table: RegionTable, comm: Communicator, timeout_s: float) -> tuple[RegionViews, Sequence[RegionViews]]:
+def allocate(
+    table: RegionTable, comm: Communicator, timeout_s: float
+) -> tuple[RegionViews, list[RegionViews], SharedBytes]:
     """Allocate both spaces, zero what must start at zero, and map all peers' shared regions. Collective.
 
     Returns:
-        This rank's local views, and every rank's shared views (index = rank).
+        This rank's local views, every rank's shared views (index = rank), and the allocation behind the latter.
     """
     local = RegionViews(table, "local", torch.empty(table.total_bytes("local"), dtype=torch.uint8))
-    bytes_of_ranks = comm.allocate_shared(table.total_bytes("shared"), timeout_s)
-    shared = [RegionViews(table, "shared", memory) for memory in bytes_of_ranks]
+    allocation = comm.allocate_shared(table.total_bytes("shared"), timeout_s)
+    shared = [RegionViews(table, "shared", memory) for memory in allocation.views]
     for region in table.regions():
         if region.zero_at_start:
             views = local if region.space == "local" else shared[comm.rank]
             views[region.name].zero_()
     comm.fence()
     comm.barrier(timeout_s)
-    return local, shared
+    return local, shared, allocation

@@ -16,6 +16,7 @@ from trtllm_megamoe.formats import CombineFormat
 BLOCK = 16
 """Values per NVFP4 and fp4-wire block."""
 
+_SIX = torch.tensor(6.0)
 _SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32)
 _E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -178,7 +179,8 @@ def encode_wire(rows: torch.Tensor, fmt: CombineFormat) -> tuple[torch.Tensor, t
         codes.masked_fill_(is_nan.unsqueeze(-1), 0x7F).masked_fill_(is_zero.unsqueeze(-1), 0)
         return codes.flatten(-2), byte
     blocks, amax = _block_amax(values, BLOCK)
-    inverse = 6.0 / amax
+    # a Python scalar over a tensor would be reciprocal times scalar: two roundings
+    inverse = _SIX / amax
     codes = encode_e2m1(blocks * inverse.unsqueeze(-1))
     is_nan, is_zero = amax.isnan(), inverse.isinf()
     codes.masked_fill_(is_nan.unsqueeze(-1), 7).masked_fill_(is_zero.unsqueeze(-1), 0)
