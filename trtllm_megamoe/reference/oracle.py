@@ -375,9 +375,7 @@ def _run(
     # Expert 0 without rows stands in for an empty batch: the shapes and dtypes below exist all the same.
     for expert in sorted(set(ids[live].tolist())) or [0]:
         routes = (ids == expert).nonzero().squeeze(1)
-        fields = _expert_routes(
-            weights, expert, operand.rows(routes // max(top_k, 1)), topk_weights.flatten()[routes], options
-        )
+        fields = _expert_routes(weights, expert, operand.rows(routes // top_k), topk_weights.flatten()[routes], options)
         for name, value in fields.items():
             if value is not None and (keep or name == "routes"):
                 if name not in tensors:
