@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m microbench`: options, ranks, output. The work is in :mod:`microbench.runner`.
+
+Exit codes are those of `python -m trtllm_megamoe`: 0 every row verified and timed, 1 a wrong or unverified result,
+2 bad input, 3 the run could not finish.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from tqdm import tqdm
+
+from microbench import environment, report
+from microbench.cases import Case, checkpoint_case, preset_case
+from microbench.routing import RoutingName, by_rows, by_tokens
+from microbench.runner import Point, Settings, run_points
+from microbench.timing import Mode
+from trtllm_megamoe import comm as communicators
+from trtllm_megamoe.cli.failure import EXIT_WRONG_ANSWER, Failure, debug_option, set_rank
+from trtllm_megamoe.comm import Communicator
+from trtllm_megamoe.comm.launch import Launch, detect
+from trtllm_megamoe.envs import log_level
+from trtllm_megamoe.errors import MegaMoeConfigError
+from trtllm_megamoe.formats import CombineFormat
+from trtllm_megamoe.presets import PRESETS
+
+DEFAULT_TOKENS = "1,8,32"
+_VIRTUAL_RANKS_S = 24 * 3600.0  # waits inside are bounded one by one; this only bounds honest work
+
+
+class ListOf(click.ParamType):  # type: ignore[type-arg]  # generic in new click only
+    """A comma-separated list, each entry parsed by `parse`."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return tuple(self._parse(entry.strip()) for entry in value.split(","))
+        except ValueError as err:
+            self.fail(f"{value!r}: {err}", param, ctx)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{value} is not at least 1")
+    return value
+
+
+class _DefaultGroup(click.Group):
+    """Runs the benchmark when the first word is no other command, and gives every error to :class:`Failure`."""
+
+    default = "run"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            raise Failure(error, ctx) from error
+
+
+@click.group(cls=_DefaultGroup)
+def main() -> None:
+    """Benchmark of one MoE layer over expert-parallel ranks."""
+    logging.basicConfig(level=log_level(), format="%(levelname)s %(name)s: %(message)s")
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_COUNT = click.IntRange(min=1)
+_COUNTS = ListOf("n,n,...", _positive)
+
+
+@main.command(
+    epilog="`python -m microbench compare A.json B.json` sets two results side by side; "
+    "`python -m microbench plot RESULT.json --output FIGURE.svg` draws one.",
+    context_settings={"show_default": True},
+)
+@click.option("--engine", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="Shape of a known model, synthetic NVFP4 weights.")
+@click.option("--checkpoint", type=_DIRECTORY, help="NVFP4 checkpoint directory; needs --layer.")
+@click.option("--layer", type=click.IntRange(min=0), help="Model layer of the checkpoint.")
+@click.option("--tokens-per-rank", type=_COUNTS, help=f"T of every rank; {DEFAULT_TOKENS} when nothing is said.")
+@click.option("--rows-per-expert", type=_COUNTS, help="Mean rows per expert, instead of T.")
+@click.option("--share-of-ep", type=_COUNT, default=1, help="One rank's experts of an EP-way layer, alone on one rank.")
+@click.option(
+    "--routing",
+    "routings",
+    type=ListOf("name,...", RoutingName),
+    default="uniform",
+    help=f"Any of {', '.join(RoutingName)}.",
+)
+@click.option(
+    "--imbalance", "imbalances", type=ListOf("x,x,...", float), help="For hot-rank: that rank's rows over the mean."
+)
+@click.option(
+    "--combine-format",
+    "combine_formats",
+    type=ListOf("name,...", CombineFormat.parse),
+    default="bf16",
+    help="Wire formats of the results: bf16, fp8, fp4.",
+)
+@click.option("--activations", type=click.Choice(["auto", "nvfp4", "bf16"]), default="auto")
+@click.option(
+    "--mode",
+    "modes",
+    type=ListOf("name,...", Mode),
+    default="lockstep",
+    help="lockstep: a barrier before every iteration; burst: one before the first.",
+)
+@click.option("--iters", type=_COUNT, default=20, help="Timed iterations.")
+@click.option("--warmup", type=click.IntRange(min=0), default=5, help="Iterations before the timed ones.")
+@click.option("--seed", type=int, default=0)
+@click.option("--steps", type=_COUNT, default=1, help="Different inputs to rotate through.")
+@click.option(
+    "--layers",
+    "num_layers",
+    type=_COUNT,
+    default=1,
+    help="Whole layers to rotate through, so that weights come from memory, not from caches.",
+)
+@click.option("--scale-experts", type=_COUNT, default=1, help="Divide a preset's experts; the output says so.")
+@click.option("--scale-channels", type=_COUNT, default=1, help="Divide a preset's hidden and intermediate size.")
+@click.option("--virtual-ranks", type=_COUNT, default=1, help="Ranks as threads of this one process.")
+@click.option("--threads-per-rank", type=_COUNT, help="CPU threads of a rank; cores / ranks when nothing is said.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=600.0, help="Longest wait for any peer, seconds."
+)
+@click.option("--expect-engine", type=click.Choice(["cpu", "cuda"]), help="Fail when another engine runs.")
+@click.option("--json", "json_path", type=_FILE, help="Write megamoe-bench/1 JSON.")
+@click.option("--csv", "csv_path", type=_FILE, help="Write the flat subset as CSV.")
+@debug_option
+@click.pass_context
+def run(ctx: click.Context, /, **options: Any) -> None:
+    """Check one MoE layer against the oracle, then time it.
+
+    Start it under mpirun (one process per rank) or alone (one rank, or --virtual-ranks).
+    """
+    launch = detect()
+    set_rank(launch.rank)
+    for target in (options["json_path"], options["csv_path"]):
+        if target is not None and not target.parent.is_dir():
+            raise MegaMoeConfigError(f"cannot write {target}: no directory {target.parent}")
+    ep_size = _count_ranks(launch, options["virtual_ranks"], options["share_of_ep"])
+    case = _choose_case(options)
+    points = _make_points(case, ep_size, options)
+    settings = Settings(
+        engine=options["engine"],
+        activations=options["activations"],
+        warmup=options["warmup"],
+        iters=options["iters"],
+        seed=options["seed"],
+        steps=options["steps"],
+        num_layers=options["num_layers"],
+        timeout_s=options["timeout_s"],
+        virtual_ranks=options["virtual_ranks"],
+        expected_engine=options["expect_engine"],
+    )
+    threads = options["threads_per_rank"] or max(1, len(os.sched_getaffinity(0)) // ep_size)
+    torch.set_num_threads(threads)
+
+    def body(comm: Communicator) -> list[dict[str, Any]]:
+        hidden = None if comm.rank == 0 else True  # None: tqdm hides itself where stderr is no terminal
+        with tqdm(total=len(points), unit="row", leave=False, disable=hidden) as bar:
+            return run_points(case, points, settings, comm, on_row=lambda _: bar.update())
+
+    transport = "threads"
+    if launch.is_launched:
+        comm = communicators.mpi()
+        launch.require_world(comm.rank, comm.size)
+        transport, rows = comm.transport, body(comm)
+    elif options["virtual_ranks"] > 1:
+        rows = communicators.run_threads(options["virtual_ranks"], body, _VIRTUAL_RANKS_S)[0]
+    else:
+        rows = body(communicators.single())
+    if launch.rank == 0:
+        env = environment.collect(rows[0]["engine"], threads, _launcher_phrase(launch), transport)
+        _publish(env, rows, repeat_command(launch, sys.argv[1:]), options["json_path"], options["csv_path"])
+    if any(row["status"] != "ok" for row in rows):
+        ctx.exit(EXIT_WRONG_ANSWER)
+
+
+def repeat_command(launch: Launch, arguments: Sequence[str]) -> str:
+    """The command line that repeats this run."""
+    starter = ["mpirun", "-n", str(launch.size)] if launch.is_launched else []
+    return shlex.join([*starter, "python", "-m", "microbench", *arguments])
+
+
+def _launcher_phrase(launch: Launch) -> str:
+    return launch.launcher if launch.is_launched else launch.describe()
+
+
+def _count_ranks(launch: Launch, virtual_ranks: int, share_of_ep: int) -> int:
+    """EP size of this run: the launcher's, or the virtual ranks of this process."""
+    if launch.size > 1 and virtual_ranks > 1:
+        raise MegaMoeConfigError(
+            f"--virtual-ranks {virtual_ranks} under a launcher of {launch.size} ranks; use one of the two"
+        )
+    ep_size = max(launch.size, virtual_ranks)
+    if share_of_ep > 1 and ep_size > 1:
+        raise MegaMoeConfigError(
+            f"--share-of-ep {share_of_ep} is one rank's share on one rank, but {ep_size} ranks run; "
+            "start it without mpirun and --virtual-ranks"
+        )
+    return ep_size
+
+
+def _choose_case(options: Mapping[str, Any]) -> Case:
+    preset, checkpoint, layer = options["preset"], options["checkpoint"], options["layer"]
+    factors = {"scale_experts": options["scale_experts"], "scale_channels": options["scale_channels"]}
+    if (preset is None) == (checkpoint is None):
+        raise MegaMoeConfigError(
+            f"name what to run: either --preset ({', '.join(PRESETS)}) or --checkpoint DIR with --layer N"
+        )
+    if preset is not None:
+        if layer is not None:
+            raise MegaMoeConfigError("--layer belongs to --checkpoint; a preset's layers are all alike")
+        case = preset_case(preset, **factors)
+    else:
+        if layer is None:
+            raise MegaMoeConfigError("--checkpoint needs --layer")
+        if max(factors.values()) > 1:
+            raise MegaMoeConfigError("--scale-experts and --scale-channels shrink presets, not checkpoints")
+        case = checkpoint_case(checkpoint, layer)
+    return case.cut_to_share(options["share_of_ep"])
+
+
+def _make_points(case: Case, ep_size: int, options: Mapping[str, Any]) -> list[Point]:
+    """The product of all lists; rows of one layer and one routing follow each other."""
+    tokens, rows = options["tokens_per_rank"], options["rows_per_expert"]
+    if tokens is not None and rows is not None:
+        raise MegaMoeConfigError("--tokens-per-rank and --rows-per-expert both say how much; use one of the two")
+    make, amounts = (by_tokens, tokens) if rows is None else (by_rows, rows)
+    if amounts is None:
+        amounts = tuple(map(int, DEFAULT_TOKENS.split(",")))
+    return [
+        Point(
+            workload=make(
+                routing,
+                amount,
+                num_experts=case.num_experts,
+                top_k=case.top_k,
+                ep_size=ep_size,
+                seed=options["seed"],
+                imbalance=imbalance,
+            ),
+            combine_format=combine_format,
+            mode=mode,
+            requested_rows=None if rows is None else amount,
+        )
+        for combine_format in options["combine_formats"]
+        for routing in options["routings"]
+        for imbalance in options["imbalances"] or (None,)
+        for mode in options["modes"]
+        for amount in amounts
+    ]
+
+
+def _publish(
+    env: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    command: str,
+    json_path: Path | None,
+    csv_path: Path | None,
+) -> None:
+    click.echo(report.header(env, rows[0]))
+    click.echo(report.text_table(rows))
+    click.echo()
+    click.echo(report.footer(rows, command))
+    if json_path is not None:
+        report.write_json(json_path, report.document(env, command, rows))
+    if csv_path is not None:
+        report.write_csv(csv_path, rows)

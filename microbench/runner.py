@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part of a benchmark: build the layer, check every point, time what is right, describe it as rows.
+
+Called by the command line once per rank with that rank's communicator. Drives the public path construct -> load_weights
+-> forward; a result that the check refuses is never timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from microbench import synthetic
+from microbench.cases import Case
+from microbench.check import CheckResult, check_output
+from microbench.environment import device_name
+from microbench.peaks import find_peaks
+from microbench.roofline import expert_bytes
+from microbench.routing import Batch, Load, Workload, count_routes, route, tokens_by_rank
+from microbench.rows import Measurement, make_row
+from microbench.sources import WeightSource, open_source
+from microbench.timing import Mode, Samples, time_forwards
+from trtllm_megamoe.cli.text import format_bytes
+from trtllm_megamoe.comm import Communicator
+from trtllm_megamoe.config import ActivationRequest, EngineName, MegaMoeConfig
+from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError, MegaMoeWeightError
+from trtllm_megamoe.formats import CombineFormat
+from trtllm_megamoe.layer import MegaMoELayer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One row to measure. `requested_rows` is what `--rows-per-expert` asked for, if it did."""
+
+    workload: Workload
+    combine_format: CombineFormat
+    mode: Mode
+    requested_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all points of a run share.
+
+    `steps` inputs are rotated, each checked before timing; so are `num_layers` whole layers with their own memory,
+    which keeps weights out of the caches. `expected_engine` None accepts any.
+    """
+
+    engine: EngineName
+    activations: ActivationRequest
+    warmup: int
+    iters: int
+    seed: int
+    steps: int
+    num_layers: int
+    timeout_s: float
+    virtual_ranks: int
+    expected_engine: str | None = None
+
+
+def run_points(
+    case: Case,
+    points: Sequence[Point],
+    settings: Settings,
+    comm: Communicator,
+    on_row: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """Measure all points on this rank.
+
+    Args:
+        points: In any order; layers are built once per combine format, with the largest T of all points as bound.
+        on_row: Called with every finished row, on every rank.
+
+    Returns:
+        One row per point in the schema's fields, the same on every rank.
+
+    Raises:
+        MegaMoeVerificationError: `expected_engine` is not the engine that runs.
+        MegaMoeConfigError: The layer is not eligible, or the weights do not fit into memory.
+        MegaMoeWeightError: A rank could not load; the same text on every rank.
+
+    Collective: yes.
+    """
+    _require_memory(case, settings, comm)
+    cap = max(1, *(point.workload.tokens_per_rank for point in points))
+    source = open_source(case, settings.seed)
+    rows: dict[int, dict[str, Any]] = {}
+    for combine_format in dict.fromkeys(point.combine_format for point in points):
+        with contextlib.ExitStack() as stack:
+            config = _layer_config(case, combine_format, cap, settings)
+            layers = [stack.enter_context(MegaMoELayer(config, comm)) for _ in range(settings.num_layers)]
+            _require_engine(layers[0], settings.expected_engine)
+            for layer in layers:
+                _load_together(layer, source, comm, settings.timeout_s)
+            for index, point in enumerate(points):
+                if point.combine_format is combine_format:
+                    rows[index] = _measure(point, case, layers, source, settings, comm)
+                    on_row(rows[index])
+    return [rows[index] for index in range(len(points))]
+
+
+def _layer_config(case: Case, combine_format: CombineFormat, cap: int, settings: Settings) -> MegaMoeConfig:
+    return MegaMoeConfig.create(
+        hidden_size=case.hidden_size,
+        intermediate_size=case.intermediate_size,
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        max_tokens_per_rank=cap,
+        combine_format=combine_format,
+        activations=settings.activations,
+        score_placement=case.score_placement,
+        swiglu_limit=case.swiglu_limit,
+        swiglu_alpha=case.swiglu_alpha,
+        swiglu_beta=case.swiglu_beta,
+        engine=settings.engine,
+        timeout_s=settings.timeout_s,
+    )
+
+
+def _available_bytes() -> int | None:
+    """Memory the system can still give, or None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _require_memory(case: Case, settings: Settings, comm: Communicator) -> None:
+    """Refuse weights that cannot fit before any are made: all ranks' layers, and one more in flight while loading."""
+    needed = (settings.num_layers + 1) * case.num_experts * expert_bytes(case.hidden_size, case.intermediate_size)
+    available = comm.allgather(_available_bytes(), settings.timeout_s)[0]  # one rank's word: all decide alike
+    if available is not None and needed > available:
+        raise MegaMoeConfigError(
+            f"{case.label} needs about {format_bytes(int(needed))} for its weights, {format_bytes(available)} are "
+            "available; shrink it with --scale-experts and --scale-channels, or take one rank: --share-of-ep"
+        )
+
+
+def _require_engine(layer: MegaMoELayer, expected: str | None) -> None:
+    if expected is not None and layer.engine_name != expected:
+        raise MegaMoeVerificationError(
+            f"engine {layer.engine_name!r} runs, --expect-engine says {expected!r}; nothing was timed"
+        )
+
+
+def _load_together(layer: MegaMoELayer, source: WeightSource, comm: Communicator, timeout_s: float) -> None:
+    """Load this rank's experts, then agree: nobody starts a forward that a failed rank would never join."""
+    num_local = source.case.num_experts // comm.size
+    fault: str | None = None
+    try:
+        layer.load_weights(source.for_rank(range(comm.rank * num_local, (comm.rank + 1) * num_local)))
+    except MegaMoeWeightError as err:
+        fault = str(err)
+    faults = [text for text in comm.allgather(fault, timeout_s) if text is not None]
+    if faults:
+        raise MegaMoeWeightError(f"{source.case.label}: {faults[0]} ({len(faults)} of {comm.size} ranks failed)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One rank's input of one step."""
+
+    x: torch.Tensor
+    batch: Batch
+    load: Load  # of all ranks
+
+
+def _make_steps(case: Case, workload: Workload, settings: Settings, comm: Communicator) -> list[_Step]:
+    steps = []
+    for step in range(settings.steps):
+        batch = route(workload, comm.rank, step)
+        sent = comm.allgather(count_routes(batch.topk_ids, workload.num_experts), settings.timeout_s)
+        num_tokens = batch.topk_ids.shape[0]
+        x = synthetic.tokens(case, num_tokens, seed=settings.seed, step=step, rank=comm.rank)
+        steps.append(_Step(x, batch, Load(torch.stack(sent))))
+    return steps
+
+
+def _measure(
+    point: Point,
+    case: Case,
+    layers: Sequence[MegaMoELayer],
+    source: WeightSource,
+    settings: Settings,
+    comm: Communicator,
+) -> dict[str, Any]:
+    """Check every (layer, step), then time."""
+    steps = _make_steps(case, point.workload, settings, comm)
+
+    def forward(index: int) -> torch.Tensor:
+        step = steps[index % len(steps)]
+        return layers[index % len(layers)].forward(step.x, step.batch.topk_ids, step.batch.topk_weights)
+
+    check = _check_steps(point, steps, layers, source, settings, comm)
+    samples: Samples | None = None
+    if check.has_passed:
+        samples = time_forwards(
+            forward,
+            mode=point.mode,
+            warmup=settings.warmup,
+            iters=settings.iters,
+            comm=comm,
+            timeout_s=settings.timeout_s,
+        )
+    else:
+        logger.warning("rank %d: not timed: %s", comm.rank, check.reason)
+    return make_row(
+        Measurement(
+            case=case,
+            workload=point.workload,
+            requested_rows=point.requested_rows,
+            tokens_by_rank=tokens_by_rank(point.workload),
+            combine_format=point.combine_format,
+            activations=layers[0].activation_mode,
+            requested_engine=settings.engine,
+            engine=layers[0].engine_name,
+            virtual_ranks=settings.virtual_ranks,
+            max_tokens_per_rank=layers[0].config.max_tokens_per_rank,
+            mode=point.mode,
+            warmup=settings.warmup,
+            iters=settings.iters,
+            num_layers=len(layers),
+            loads=tuple(step.load for step in steps),
+            check=check,
+            samples=samples,
+            peaks=find_peaks(device_name(layers[0].engine_name)),
+        )
+    )
+
+
+def _check_steps(
+    point: Point,
+    steps: Sequence[_Step],
+    layers: Sequence[MegaMoELayer],
+    source: WeightSource,
+    settings: Settings,
+    comm: Communicator,
+) -> CheckResult:
+    """The worst verdict over all layers and steps; stops at the first that is not a pass."""
+    worst: CheckResult | None = None
+    for layer in layers:
+        for step in steps:
+            # the layer returns fresh memory, so nothing it does later can turn this result into another one
+            out = layer.forward(step.x, step.batch.topk_ids, step.batch.topk_weights)
+            result = check_output(
+                out, step.x, step.batch, source, layer.activation_mode, point.combine_format, comm, settings.timeout_s
+            )
+            if not result.has_passed:
+                return result
+            if worst is None or (result.rel_l2 or 0.0) > (worst.rel_l2 or 0.0):
+                worst = result
+    if worst is None:
+        raise MegaMoeConfigError("a run needs at least one layer and one step")
+    return worst
