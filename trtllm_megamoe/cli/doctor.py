@@ -14,7 +14,7 @@ from trtllm_megamoe.doctor import diagnose
 from trtllm_megamoe.envs import ENV_VARS
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="What this machine can run, and why not.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema megamoe-doctor/1) instead of a table.")
 @debug_option
 @click.pass_context

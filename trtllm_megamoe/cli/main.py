@@ -19,6 +19,7 @@ from trtllm_megamoe.envs import log_level
 _COMMANDS = {
     "run": "trtllm_megamoe.cli.run",
     "doctor": "trtllm_megamoe.cli.doctor",
+    "explain": "trtllm_megamoe.cli.explain",
 }
 """Command name -> module that holds `command`."""
 

@@ -44,7 +44,7 @@ def _check_target(path: Path | None) -> None:
         raise MegaMoeConfigError(f"cannot write {path}: its directory must exist and it must not be a directory itself")
 
 
-@click.command("run")
+@click.command("run", short_help="Run one layer of a checkpoint and compare it with the oracle.")
 @click.option("--checkpoint", required=True, type=EXISTING_DIRECTORY, help="Its directory.")
 @click.option("--layer", required=True, type=click.IntRange(min=0), help="Model layer.")
 @click.option(
