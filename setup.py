@@ -43,7 +43,7 @@ setup(
     license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.10",
     packages=find_packages(include=["trtllm_megamoe*", "vendored_kernels*", "microbench*"]),
-    package_data={"trtllm_megamoe": ["py.typed"], "vendored_kernels": ["*.md"], "microbench": ["schema/*.json"]},
+    package_data={"trtllm_megamoe": ["py.typed"], "vendored_kernels": ["*.md"], "microbench": ["schema.json"]},
     install_requires=[
         "torch>=2.4",
         "numpy>=1.24",

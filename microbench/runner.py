@@ -8,9 +8,10 @@ Called by the command line once per rank with that rank's communicator. Drives t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from microbench import synthetic
 from microbench.cases import Case
-from microbench.check import CheckResult, check_output
+from microbench.check import CheckResult, Verdict, check_output
 from microbench.environment import device_name
 from microbench.peaks import find_peaks
 from microbench.roofline import expert_bytes
@@ -200,7 +201,9 @@ def _measure(
         step = steps[index % len(steps)]
         return layers[index % len(layers)].forward(step.x, step.batch.topk_ids, step.batch.topk_weights)
 
-    check = _check_steps(point, steps, layers, source, settings, comm)
+    # the layer returns fresh memory, so nothing it does later can turn this result into another one
+    first = forward(0)
+    check = _check_steps(first, point, steps, layers, source, settings, comm)
     samples: Samples | None = None
     if check.has_passed:
         samples = time_forwards(
@@ -211,8 +214,10 @@ def _measure(
             comm=comm,
             timeout_s=settings.timeout_s,
         )
-    else:
-        logger.warning("rank %d: not timed: %s", comm.rank, check.reason)
+        check = _check_again(check, first, forward(0), comm, settings.timeout_s)
+    if not check.has_passed:
+        samples = None
+        logger.info("rank %d: no time given: %s", comm.rank, check.reason)
     return make_row(
         Measurement(
             case=case,
@@ -238,6 +243,7 @@ def _measure(
 
 
 def _check_steps(
+    first: torch.Tensor,
     point: Point,
     steps: Sequence[_Step],
     layers: Sequence[MegaMoELayer],
@@ -245,19 +251,26 @@ def _check_steps(
     settings: Settings,
     comm: Communicator,
 ) -> CheckResult:
-    """The worst verdict over all layers and steps; stops at the first that is not a pass."""
-    worst: CheckResult | None = None
-    for layer in layers:
-        for step in steps:
-            # the layer returns fresh memory, so nothing it does later can turn this result into another one
-            out = layer.forward(step.x, step.batch.topk_ids, step.batch.topk_weights)
-            result = check_output(
+    """The worst verdict over all layers and steps, or the first that is no pass; `first` is the output of (0, 0)."""
+    results: list[CheckResult] = []
+    for layer, step in itertools.product(layers, steps):
+        out = first if not results else layer.forward(step.x, step.batch.topk_ids, step.batch.topk_weights)
+        results.append(
+            check_output(
                 out, step.x, step.batch, source, layer.activation_mode, point.combine_format, comm, settings.timeout_s
             )
-            if not result.has_passed:
-                return result
-            if worst is None or (result.rel_l2 or 0.0) > (worst.rel_l2 or 0.0):
-                worst = result
-    if worst is None:
-        raise MegaMoeConfigError("a run needs at least one layer and one step")
-    return worst
+        )
+        if not results[-1].has_passed:
+            return results[-1]
+    return max(results, key=lambda result: result.rel_l2 or 0.0)
+
+
+def _check_again(
+    check: CheckResult, first: torch.Tensor, last: torch.Tensor, comm: Communicator, timeout_s: float
+) -> CheckResult:
+    """The same input must give the same bits after all timed forwards, on every rank; else the times are of nothing."""
+    changed = [r for r, equal in enumerate(comm.allgather(torch.equal(first, last), timeout_s)) if not equal]
+    if not changed:
+        return check
+    reason = f"the first result does not repeat after the timed forwards; rank(s): {', '.join(map(str, changed))}"
+    return replace(check, verdict=Verdict.WRONG, reason=reason)
