@@ -28,6 +28,12 @@ TOKEN_BLOCK_ROWS = 32
 COUNT_BITS = 24
 """A size cell is a u64 {epoch: upper 40 bits, count: lower 24}: it never wraps and zero is a fine start value."""
 
+LAUNCH_COUNTER_WORDS = 96
+"""A kernel's own counters: an exit ticket, then two banks of {claim, staged, finished fc2 tiles}."""
+
+NARROWEST_TOKEN_TILE = 8
+"""Token blocks of fc1 output are at least this wide; it bounds the ready counters."""
+
 COUNTER_BANKS = 2
 """Size cells are banked by epoch parity: a source may publish launch n+1 before the owner has read launch n."""
 
@@ -81,6 +87,12 @@ class Geometry:
         return round_up(routes + min(self.num_local_experts, routes) * (TOKEN_BLOCK_ROWS - 1), TOKEN_BLOCK_ROWS)
 
     @property
+    def max_token_blocks(self) -> int:
+        """Token blocks of the narrowest tile under the worst routing: every non-empty expert may end with a part."""
+        routes = self.ep_size * self.routes_per_rank
+        return -(-routes // NARROWEST_TOKEN_TILE) + min(self.num_local_experts, routes)
+
+    @property
     def payload_row_bytes(self) -> int:
         """Stride of one staged token row: packed NVFP4 codes, or 16-bit values; `auto` reserves the larger."""
         return self.hidden_size // 2 if self.activations == ActivationMode.NVFP4.value else 2 * self.hidden_size
@@ -111,7 +123,17 @@ class Region:
 
 
 _ZERO_AT_START = frozenset(
-    {"header", "abort", "size_cells", "return_counters", "epoch", "expected_returns", "error_record"}
+    {
+        "header",
+        "abort",
+        "size_cells",
+        "return_counters",
+        "epoch",
+        "expected_returns",
+        "error_record",
+        "launch_counters",
+        "fc1_ready",
+    }
 )
 
 _DTYPE_BYTES = {"u8": 1, "i32": 4, "u32": 4, "f32": 4, "f16": 2, "u64": 8}
@@ -191,6 +213,9 @@ class RegionTable:
             ("pool_weight", "f32", (rows,), "routing weight of a pulled row under before_requant"),
             ("pool_meta", "i32", (rows, 2), "{source rank, route} of each pool row"),
             ("fc1_out", "f16", (rows, g.intermediate_size), "fc1 output after SwiGLU and requantisation, f16 values"),
+            ("launch_counters", "u32", (LAUNCH_COUNTER_WORDS,), "kernel: exit ticket and two banks of tile counters"),
+            ("fc1_ready", "u32", (COUNTER_BANKS, g.max_token_blocks), "kernel: finished fc1 row tiles per token block"),
+            ("route_rows", "i32", (g.max_tokens_per_rank, g.top_k), "kernel: pool row of each own route, -1 if masked"),
         ):
             self._add("local", name, dtype, shape, purpose)
 
