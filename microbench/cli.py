@@ -19,7 +19,7 @@ import click
 import torch
 from tqdm import tqdm
 
-from microbench import environment, report
+from microbench import compare, environment, plot, report
 from microbench.cases import Case, checkpoint_case, preset_case
 from microbench.routing import RoutingName, by_rows, by_tokens
 from microbench.runner import Point, Settings, run_points
@@ -198,6 +198,33 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         _publish(env, rows, repeat_command(launch, sys.argv[1:]), options["json_path"], options["csv_path"])
     if any(row["status"] != "ok" for row in rows):
         ctx.exit(EXIT_WRONG_ANSWER)
+
+
+@main.command("compare")
+@click.argument("a", type=_FILE)
+@click.argument("b", type=_FILE)
+@click.option(
+    "--fail-above", type=click.FloatRange(min=0), help="Fail when B is slower on any row by more than this, %."
+)
+@debug_option
+@click.pass_context
+def compare_results(ctx: click.Context, /, a: Path, b: Path, fail_above: float | None) -> None:
+    """Set two results (JSON) side by side, row by row."""
+    comparison = compare.compare(report.read_json(a), report.read_json(b))
+    click.echo(compare.describe(comparison))
+    if fail_above is not None and max(comparison.ratios) > 1 + fail_above / 100:
+        click.echo(f"B is more than {fail_above:g} % slower on at least one row", err=True)
+        ctx.exit(EXIT_WRONG_ANSWER)
+
+
+@main.command("plot")
+@click.argument("result", type=_FILE)
+@click.option("--output", type=_FILE, required=True, help=f"Figure to write: {' or '.join(plot.SUFFIXES)}.")
+@debug_option
+def plot_result(result: Path, output: Path) -> None:
+    """Draw a result (JSON): time over tokens with the floor."""
+    plot.draw(report.read_json(result), output)
+    click.echo(f"wrote {output}")
 
 
 def repeat_command(launch: Launch, arguments: Sequence[str]) -> str:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two results side by side: rows that measured the same thing, never two geometries. Pure, over parsed JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_megamoe.cli.text import table
+from trtllm_megamoe.errors import MegaMoeConfigError
+
+Row = Mapping[str, Any]
+
+# Rows equal in all of these measured the same thing. `engine` is not among them: that is worth comparing.
+_IDENTITY = (
+    "label", "weights", "hidden", "intermediate", "num_experts", "top_k", "share_of_ep", "ep_size", "tokens_per_rank",
+    "requested_rows_per_expert", "routing", "imbalance", "seed", "steps", "combine_format", "activations",
+    "score_placement", "mode", "region",
+)  # fmt: skip
+_ENVIRONMENT = ("commit", "gpu", "driver", "cpu", "torch", "cutlass_dsl", "threads_per_rank", "transport")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Pairs of rows of A and B, and the rows that have no partner; rows without a time are among the latter."""
+
+    pairs: tuple[tuple[Row, Row], ...]
+    only_a: tuple[Row, ...]
+    only_b: tuple[Row, ...]
+    differences: tuple[str, ...]  # of the environments
+
+    @property
+    def ratios(self) -> list[float]:
+        """B's median over A's, pair by pair."""
+        return [b["us"]["p50"] / a["us"]["p50"] for a, b in self.pairs]
+
+    @property
+    def geometric_mean(self) -> float:
+        """Over all ratios.
+
+        Raises:
+            MegaMoeConfigError: no pair.
+        """
+        if not self.pairs:
+            raise MegaMoeConfigError("the two results have no timed row in common; compare runs of the same command")
+        return math.exp(sum(map(math.log, self.ratios)) / len(self.pairs))
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in _IDENTITY)
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
+    """Match the rows of two `megamoe-bench/1` documents."""
+    timed = [{_key(row): row for row in document["rows"] if row["us"] is not None} for document in (a, b)]
+    common = [key for key in timed[0] if key in timed[1]]
+    pairs = tuple((timed[0][key], timed[1][key]) for key in common)
+    alone = []
+    for document, times in zip((a, b), timed, strict=True):
+        alone.append(tuple(row for row in document["rows"] if _key(row) not in common or row is not times[_key(row)]))
+    differences = tuple(
+        f"{name}: {a['env'][name]} -> {b['env'][name]}" for name in _ENVIRONMENT if a["env"][name] != b["env"][name]
+    )
+    return Comparison(pairs, alone[0], alone[1], differences)
+
+
+def _name(row: Row) -> str:
+    what = f"{row['label']}, EP {row['ep_size']}, {row['tokens_per_rank']} tok/rank, {row['routing']}"
+    return f"{what}, {row['combine_format']}, {row['activations']}, {row['mode']}"
+
+
+def describe(comparison: Comparison) -> str:
+    """The comparison for people."""
+    lines = [f"environment differs in {difference}" for difference in comparison.differences]
+    cells: Sequence[Sequence[str]] = [
+        (
+            _name(a),
+            f"{a['us']['p50']:,.1f}",
+            f"{b['us']['p50']:,.1f}",
+            f"{ratio:.3f}",
+            "" if a["engine"] == b["engine"] else f"{a['engine']} -> {b['engine']}",
+        )
+        for (a, b), ratio in zip(comparison.pairs, comparison.ratios, strict=True)
+    ]
+    lines.append(table(["row", "A p50 us", "B p50 us", "B / A", "engine"], cells, right=(1, 2, 3)))
+    lines.append(f"geometric mean of B / A over {len(comparison.pairs)} rows: {comparison.geometric_mean:.3f}")
+    for name, rows in (("A", comparison.only_a), ("B", comparison.only_b)):
+        lines += [f"only in {name}, or not timed: {_name(row)}" for row in rows]
+    return "\n".join(lines)
