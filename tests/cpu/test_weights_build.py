@@ -129,7 +129,7 @@ def scale_byte(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
     [
         (drop("3.w1.weight"), ["missing: w1.weight of expert 3"]),
         (drop("2.w3.weight_scale", "4.w3.weight_scale"), ["missing: w3.weight_scale of experts 2, 4"]),
-        (drop("5.w2.weight_scale_2"), ["missing: w2.weight_scale_2 of expert 5"]),
+        (drop("5.w2.weight_scale_2"), ["incomplete family: w2.weight_scale_2 of expert 5"]),
         (drop("0.w1.input_scale"), ["incomplete family: w1.input_scale of expert 0"]),
         (drop("4.w2.input_scale"), ["incomplete family: w2.input_scale of expert 4"]),
         (drop(*(f"{e}.w2.input_scale" for e in range(8))), ["incomplete family: w2.input_scale of experts 2-5"]),

@@ -15,6 +15,7 @@ from trtllm_megamoe.weights.layout_reference import ReferenceLayout
 from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
 from trtllm_megamoe.weights.layout_sm100 import Sm100Layout
 from trtllm_megamoe.weights.spec import LayerShape
+from trtllm_megamoe.weights.staging import ExpertStaging
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (ReferenceLayout(), Sm90Layout(), Sm100Layout())}
 
@@ -52,6 +53,16 @@ def pack_bulk(
     for start in range(0, bulk.gate_codes.shape[0], step):
         chunk = bulk.experts(start, start + step).to(device)
         layout.pack(chunk, {name: tensor[start : start + step] for name, tensor in out.items()})
+
+
+def pack_staged(layout: Layout, staging: ExpertStaging, out: Buffers) -> None:
+    """Pack a complete staging into `out` expert by expert, freeing each expert's sources behind it.
+
+    Besides `out` this needs one expert's sources on `out`'s device and that expert's transient.
+    """
+    device = next(iter(out.values())).device
+    for row, expert in enumerate(staging.spec.local_experts):
+        layout.pack(staging.take_expert(expert).to(device), {name: t[row : row + 1] for name, t in out.items()})
 
 
 def bulk_of(weights: ExpertWeights) -> ExpertBulk:

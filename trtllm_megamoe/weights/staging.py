@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host staging of one module's sources: checks every tensor as it comes, keeps true copies, knows what is covered.
 
-Used by the one-shot build and by the lifecycle. It never touches a device and never aliases a caller's tensor; bulk
-memory appears with the first bulk tensor of its kind, so scalars alone stage without materialising anything (R23).
+Used by the one-shot build and by the lifecycle. It never touches a device and never aliases a caller's tensor. Bulk is
+kept tensor by tensor, so that packing can free each expert's sources as it goes; scalars alone cost nothing (R23).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from trtllm_megamoe.errors import MegaMoeStateError
-from trtllm_megamoe.weights.experts import ExpertWeights
 from trtllm_megamoe.weights.faults import FaultKind, FaultLog
+from trtllm_megamoe.weights.layout_base import BULK_FIELDS, ExpertBulk
 from trtllm_megamoe.weights.spec import (
     AuxFamily,
     Component,
@@ -44,12 +45,18 @@ def scalar_value(tensor: torch.Tensor, reciprocal: bool) -> float:
 
 def check_tensor(spec: ModuleSpec, key: TensorKey, tensor: torch.Tensor, log: FaultLog) -> bool:
     """Record a wrong dtype or shape; True when the tensor can be used."""
+    return check_header(spec, key, tensor.dtype, tuple(tensor.shape), log)
+
+
+def check_header(
+    spec: ModuleSpec, key: TensorKey, dtype: torch.dtype | str, got: tuple[int, ...], log: FaultLog
+) -> bool:
+    """The same from dtype and shape alone, for tensors that are not read; an unreadable dtype is given as text."""
     before = len(log)
-    if tensor.dtype not in accepted_dtypes(key.component):
-        allowed = " or ".join(str(dtype) for dtype in accepted_dtypes(key.component))
-        log.add(FaultKind.DTYPE, key.parameter, key.expert, f"got {tensor.dtype}, expected {allowed}")
+    if dtype not in accepted_dtypes(key.component):
+        allowed = " or ".join(str(accepted) for accepted in accepted_dtypes(key.component))
+        log.add(FaultKind.DTYPE, key.parameter, key.expert, f"got {dtype}, expected {allowed}")
     expected = spec.shape.tensor_shape(key.projection, key.component)
-    got = tuple(tensor.shape)
     if got != expected and not (expected == () and got == (1,)):
         log.add(FaultKind.SHAPE, key.parameter, key.expert, f"got {got}, expected {expected}")
     return len(log) == before
@@ -72,17 +79,21 @@ def check_scalar(key: TensorKey, value: float, log: FaultLog) -> bool:
 
 
 class ExpertStaging:
-    """Sources of one module, on the host.
+    """Sources of one module, on the host. Not thread-safe.
 
-    Not thread-safe. A tensor delivered again before the module is complete replaces the earlier one.
+    A tensor that comes again replaces the earlier one. From the first fault on nothing is kept any more: the module
+    cannot be packed, so only the checking goes on.
     """
 
     def __init__(self, spec: ModuleSpec) -> None:
         self.spec = spec
         self.faults = FaultLog()
-        self._bulk: dict[tuple[Projection, Component], torch.Tensor] = {}
+        self._bulk: dict[TensorKey, torch.Tensor] = {}
         self._covered: set[TensorKey] = set()
+        self._rejected: set[TensorKey] = set()
         self._scalars: dict[TensorKey, float] = {}
+        self._have: Counter[AuxFamily] = Counter()
+        self._need = {family: sum(1 for _ in spec.family_keys(family)) for family in AuxFamily}
         self._num_bulk = sum(1 for _ in spec.bulk_keys())
 
     @property
@@ -92,24 +103,26 @@ class ExpertStaging:
 
     @property
     def bulk_complete(self) -> bool:
-        """Whether codes and block scales of every projection and local expert are there."""
+        """Whether codes and block scales of every projection and local expert have come."""
         return len(self._covered) == self._num_bulk
 
     @property
     def has_bulk(self) -> bool:
-        """Whether any bulk tensor is there."""
+        """Whether any usable bulk tensor has come."""
         return bool(self._covered)
 
-    def missing(self, family: AuxFamily) -> list[TensorKey]:
-        """Scalars of a family that have not come."""
-        return [key for key in self.spec.family_keys(family) if key not in self._scalars]
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing usable has come."""
+        return not self._covered and not self._scalars
 
-    def family_state(self, family: AuxFamily) -> str:
-        """`none`, `partial` or `complete`."""
-        missing = self.missing(family)
-        if not missing:
-            return "complete"
-        return "none" if len(missing) == sum(1 for _ in self.spec.family_keys(family)) else "partial"
+    def is_complete(self, family: AuxFamily) -> bool:
+        """Whether every scalar of the family has come."""
+        return self._have[family] == self._need[family]
+
+    def is_absent(self, family: AuxFamily) -> bool:
+        """Whether no scalar of the family has come."""
+        return self._have[family] == 0
 
     def stage_named(self, name: str, tensor: torch.Tensor) -> None:
         """Stage a tensor by its name in any supported spelling; an unknown name is a fault."""
@@ -124,116 +137,83 @@ class ExpertStaging:
 
         A tensor that this rank does not need (another rank's expert) is checked for its expert id only.
         """
+        before = len(self.faults)
         if key.expert >= self.spec.shape.num_experts:
             self.faults.add(
                 FaultKind.UNEXPECTED, key.parameter, key.expert, f"the layer has {self.spec.shape.num_experts} experts"
             )
+        elif self.spec.needs(key) and check_tensor(self.spec, key, tensor, self.faults):
+            if key.component.is_bulk:
+                self._stage_bulk(key, tensor)
+            else:
+                self._stage_scalar(key, scalar_value(tensor, reciprocal))
+        if len(self.faults) > before:
+            self._rejected.add(key)
+            self._bulk.clear()
+
+    def _stage_scalar(self, key: TensorKey, value: float) -> None:
+        if not check_scalar(key, value, self.faults):
             return
-        if not self.spec.needs(key) or not check_tensor(self.spec, key, tensor, self.faults):
-            return
-        if key.component.is_bulk:
-            self._stage_bulk(key, tensor)
-        else:
-            value = scalar_value(tensor, reciprocal)
-            if check_scalar(key, value, self.faults):
-                self._scalars[key] = value
+        family = key.family
+        if key not in self._scalars and family is not None:
+            self._have[family] += 1
+        self._scalars[key] = value
 
     def _stage_bulk(self, key: TensorKey, tensor: torch.Tensor) -> None:
-        slot = (key.projection, key.component)
         data = tensor.detach().contiguous().view(torch.uint8)
-        buffer = self._bulk.get(slot)
-        if buffer is None:
-            buffer = torch.empty((self.spec.num_local_experts, *data.shape), dtype=torch.uint8)
-            self._bulk[slot] = buffer
-        row = buffer[key.expert - self.spec.first_expert]
-        row.copy_(data)
-        if key.component is Component.BLOCK_SCALES and not check_scale_bytes(key, row, self.faults):
+        copy = torch.empty(data.shape, dtype=torch.uint8, device="cpu")
+        copy.copy_(data)
+        if key.component is Component.BLOCK_SCALES and not check_scale_bytes(key, copy, self.faults):
             return
         self._covered.add(key)
+        if not self.faults:
+            self._bulk[key] = copy
+
+    def drop_bulk(self) -> None:
+        """Free the bulk held so far; what has come stays known."""
+        self._bulk.clear()
 
     def missing_bulk(self) -> FaultLog:
-        """Every uncovered bulk tensor as a fault, per component and expert."""
+        """Every uncovered bulk tensor as a fault, per component and expert (R21), unless its own fault is recorded."""
         log = FaultLog()
         for key in self.spec.bulk_keys():
-            if key not in self._covered:
+            if key not in self._covered and key not in self._rejected:
                 log.add(FaultKind.MISSING, key.parameter, key.expert, "")
         return log
 
-    def missing_scalars(self, family: AuxFamily, kind: FaultKind = FaultKind.MISSING) -> FaultLog:
+    def missing_scalars(self, family: AuxFamily, kind: FaultKind = FaultKind.MISSING, detail: str = "") -> FaultLog:
         """Every absent scalar of a family as a fault."""
         log = FaultLog()
-        for key in self.missing(family):
-            detail = f"{family.value} is all or nothing" if kind is FaultKind.FAMILY else ""
-            log.add(kind, key.parameter, key.expert, detail)
+        for key in self.spec.family_keys(family):
+            if key not in self._scalars and key not in self._rejected:
+                log.add(kind, key.parameter, key.expert, detail)
         return log
 
-    def bulk(self, projection: Projection, component: Component) -> torch.Tensor:
-        """Staged bytes (L, rows, columns) of one bulk kind.
+    def take_expert(self, expert: int) -> ExpertBulk:
+        """Hand over one local expert's bulk, shapes (1, rows, columns); staging forgets it, so it dies with its user.
 
         Raises:
-            MegaMoeStateError: some row of some bulk tensor is uncovered; such memory is never handed out (R21).
+            MegaMoeStateError: some row of some bulk tensor is uncovered or faulty; such memory is never packed (R21).
         """
-        if not self.bulk_complete:
+        if (
+            not self.bulk_complete
+            or self.faults
+            or TensorKey(expert, Projection.GATE, Component.CODES) not in self._bulk
+        ):
             raise MegaMoeStateError("sources are not complete; uncovered rows are never packed")
-        return self._bulk[projection, component]
+        keys = (TensorKey(expert, *what) for what in BULK_FIELDS.values())
+        return ExpertBulk(*(self._bulk.pop(key).unsqueeze(0) for key in keys))
 
     def global_scale(self, projection: Projection) -> torch.Tensor:
         """`weight_scale_2` (L,) float32 of one projection; the family must be complete."""
         keys = (TensorKey(e, projection, Component.GLOBAL_SCALE) for e in self.spec.local_experts)
-        return torch.tensor([self._scalars[key] for key in keys], dtype=torch.float32)
+        return torch.tensor([self._scalars[key] for key in keys], dtype=torch.float32, device="cpu")
 
-    def input_global(self) -> float | None:
-        """a1: the maximum over all E experts' gate and up `input_scale`; None when the family is absent."""
-        if self.missing(AuxFamily.FC1_INPUT):
-            return None
+    def input_global(self) -> float:
+        """a1: the maximum over all E experts' gate and up `input_scale`; the family must be complete."""
         return max(self._scalars[key] for key in self.spec.family_keys(AuxFamily.FC1_INPUT))
 
-    def down_input_global(self) -> torch.Tensor | None:
-        """a2 (L,) float32; None when the family is absent."""
-        if self.missing(AuxFamily.FC2_INPUT):
-            return None
+    def down_input_global(self) -> torch.Tensor:
+        """a2 (L,) float32; the family must be complete."""
         values = [self._scalars[key] for key in self.spec.family_keys(AuxFamily.FC2_INPUT)]
-        return torch.tensor(values, dtype=torch.float32)
-
-    def clear(self) -> None:
-        """Drop everything staged (the faults stay)."""
-        self._bulk.clear()
-        self._covered.clear()
-        self._scalars.clear()
-
-
-def one_shot_faults(staging: ExpertStaging) -> FaultLog:
-    """Faults of a delivery that must stand on its own: all bulk, `weight_scale_2`, and whole input-scale families.
-
-    A checkpoint without any `input_scale` is weight-only and legal here (the activation mode decides, R61); so is one
-    with w2's alone. w1/w3's without w2's is refused, because alphas derive from both (R23).
-    """
-    log = FaultLog()
-    log.extend(staging.faults)
-    log.extend(staging.missing_bulk())
-    log.extend(staging.missing_scalars(AuxFamily.GLOBAL))
-    fc1, fc2 = staging.family_state(AuxFamily.FC1_INPUT), staging.family_state(AuxFamily.FC2_INPUT)
-    if fc1 == "partial":
-        log.extend(staging.missing_scalars(AuxFamily.FC1_INPUT, FaultKind.FAMILY))
-    if fc2 == "partial" or (fc2 == "none" and fc1 != "none"):
-        log.extend(staging.missing_scalars(AuxFamily.FC2_INPUT, FaultKind.FAMILY))
-    return log
-
-
-def staged_expert_weights(staging: ExpertStaging) -> ExpertWeights:
-    """The reference layout over a complete staging's own memory (no copy)."""
-    bulk = staging.bulk
-    return ExpertWeights(
-        first_expert=staging.spec.first_expert,
-        gate_codes=bulk(Projection.GATE, Component.CODES),
-        gate_scales=bulk(Projection.GATE, Component.BLOCK_SCALES),
-        up_codes=bulk(Projection.UP, Component.CODES),
-        up_scales=bulk(Projection.UP, Component.BLOCK_SCALES),
-        down_codes=bulk(Projection.DOWN, Component.CODES),
-        down_scales=bulk(Projection.DOWN, Component.BLOCK_SCALES),
-        gate_global=staging.global_scale(Projection.GATE),
-        up_global=staging.global_scale(Projection.UP),
-        down_global=staging.global_scale(Projection.DOWN),
-        input_global=staging.input_global(),
-        down_input_global=staging.down_input_global(),
-    )
+        return torch.tensor(values, dtype=torch.float32, device="cpu")
