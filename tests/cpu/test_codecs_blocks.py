@@ -56,6 +56,34 @@ def test_nvfp4_quantize_random_rows_equal_ml_dtypes_bit_for_bit(seed: int) -> No
     assert {0x00, 0x01, 0x7E} <= set(scales.flatten().tolist())
 
 
+def ulps_around(values: np.ndarray) -> np.ndarray:
+    """Each value and its three float32 neighbours on both sides, (N, 7)."""
+    return (values.astype(np.float32).view(np.int32)[:, None] + np.arange(-3, 4, dtype=np.int32)).view(np.float32)
+
+
+@pytest.mark.parametrize("a", [1.0, 0.7, 0.0123, 0.0019, 3.1e-4])
+def test_nvfp4_quantize_next_to_ties_equals_ml_dtypes_bit_for_bit(a: float) -> None:
+    """Here the order of the multiplications and the rounding of each decides the code or the scale."""
+    a32 = np.float32(a)
+    e4m3 = np.arange(1, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    scale_ties = ulps_around(3 * (e4m3[1:] + e4m3[:-1]) * a)  # amax / 6 halfway between two scales
+    amax_rows = np.repeat(scale_ties.reshape(-1, 1), 16, axis=1)
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    per_scale = [np.append(6 * s * a, 0).astype(np.float32) for s in e4m3[7:]]
+    code_rows = np.stack(
+        [
+            np.concatenate([amax, column, -column])
+            for s, amax in zip(e4m3[7:], per_scale, strict=True)
+            for column in ulps_around(ties * s * a).T
+        ]
+    )
+    for rows in (amax_rows, code_rows):
+        codes, scales = quantize_ml_dtypes(rows, a32)
+        ours = codecs.nvfp4_quantize(torch.from_numpy(rows), torch.tensor(a32))
+        assert np.array_equal(ours.scales.numpy(), scales)
+        assert np.array_equal(ours.codes.numpy(), codes)
+
+
 def test_nvfp4_quantize_hand_computed_blocks() -> None:
     values = [6.0, 0.5, -1.5, 5.0, 2.5, -0.25, -0.0]
     codes = [7, 1, 11, 6, 4, 8, 8] + [0] * 9
