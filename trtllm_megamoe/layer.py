@@ -11,6 +11,7 @@ import torch
 
 import trtllm_megamoe
 from trtllm_megamoe.agreement import require_rank_identical
+from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.comm import Communicator, single
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import judge
@@ -51,7 +52,13 @@ class MegaMoELayer:
         if not verdict.is_eligible:
             raise MegaMoeConfigError(f"rank {comm.rank}: this layer cannot run here: {verdict.describe()}")
         choice = choose_engine(config.engine)
-        facts = {**config.model_dump(), "engine": choice.name, "version": trtllm_megamoe.__version__}
+        self.ladder = BucketLadder.for_cap(config.max_tokens_per_rank)
+        facts = {
+            **config.model_dump(),
+            "engine": choice.name,
+            "buckets": self.ladder.rungs,
+            "version": trtllm_megamoe.__version__,
+        }
         facts.pop("timeout_s")  # the one field in which ranks may differ
         require_rank_identical(facts, comm, config.timeout_s)
         self.table = RegionTable(Geometry.from_config(config, comm.size))
@@ -76,6 +83,11 @@ class MegaMoELayer:
         """Activation blocks of this rank that exceeded their static scale since the last load."""
         return self._engine.saturation()
 
+    @property
+    def last_bucket(self) -> int | None:
+        """Bucket of the latest launch, tokens per rank; None before the first."""
+        return self._engine.last_bucket
+
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load this rank's experts of one layer.
 
@@ -98,7 +110,13 @@ class MegaMoELayer:
         self._engine.load(experts, mode)
         self._mode = mode
 
-    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        max_tokens_over_ranks: int | None = None,
+    ) -> torch.Tensor:
         """Run the layer on this rank's tokens.
 
         Args:
@@ -106,13 +124,16 @@ class MegaMoELayer:
             topk_ids: (T, K) int32 or int64 global expert ids; an id outside [0, E) masks its route, a repeated id is
                 two routes.
             topk_weights: (T, K) float32; those of masked routes are never read.
+            max_tokens_over_ranks: Tokens of the fullest rank in this step, an integer the host knows and all ranks pass
+                alike; it selects the bucket (:class:`BucketLadder`). None or 0 means unknown: the cap's bucket. The
+                result does not depend on it.
 
         Returns:
             (T, H) bfloat16, freshly allocated; rows without a live route are +0.
 
         Raises:
-            MegaMoeCapacityError: T exceeds max_tokens_per_rank. Nothing was launched.
-            MegaMoeConfigError: Wrong shape, dtype or device. Nothing was launched.
+            MegaMoeCapacityError: T or max_tokens_over_ranks exceeds max_tokens_per_rank. Nothing was launched.
+            MegaMoeConfigError: Wrong shape, dtype or device, or max_tokens_over_ranks below T. Nothing was launched.
             MegaMoeStateError: No weights are loaded.
             MegaMoeTimeoutError: A peer did not do its part within timeout_s; names the peer. Peers are told to stop.
             MegaMoeAbortedError: A peer gave up.
@@ -122,7 +143,8 @@ class MegaMoELayer:
         if self._mode is None:
             raise MegaMoeStateError(f"rank {self.ep_rank}: forward before load_weights; load a checkpoint first")
         self._validate_inputs(x, topk_ids, topk_weights)
-        return self._engine.forward(x.contiguous(), topk_ids.to(torch.int64), topk_weights)
+        bucket = self._select_bucket(x.shape[0], max_tokens_over_ranks)
+        return self._engine.forward(x.contiguous(), topk_ids.to(torch.int64), topk_weights, bucket)
 
     __call__ = forward
 
@@ -149,6 +171,17 @@ class MegaMoELayer:
                 "needs; use activations='bf16' (or 'auto')"
             )
         return requested
+
+    def _select_bucket(self, num_tokens: int, hint: object) -> int:
+        where = f"rank {self.ep_rank}: forward: max_tokens_over_ranks"
+        if hint is not None and not isinstance(hint, int):  # a tensor would wait for the device here
+            raise MegaMoeConfigError(f"{where} must be a Python int or None, got {type(hint).__name__}")
+        if hint and 0 < hint < num_tokens:
+            raise MegaMoeConfigError(
+                f"{where} {hint} is below this rank's own {num_tokens} tokens; nothing was launched. Pass the maximum "
+                "over all ranks, or None"
+            )
+        return self.ladder.select(hint)
 
     def _validate_inputs(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         where, cfg = f"rank {self.ep_rank}: forward: ", self.config

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 import trtllm_megamoe
+from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.cli.failure import debug_option
 from trtllm_megamoe.cli.text import format_bytes, table
 from trtllm_megamoe.config import MegaMoeConfig
@@ -81,8 +82,8 @@ class Plan:
 
     @property
     def buckets(self) -> list[int]:
-        """Token capacities a launch can choose from; one, the cap."""
-        return [self.config.max_tokens_per_rank]
+        """Token capacities a launch can choose from, ascending; the last one is the cap."""
+        return list(BucketLadder.for_cap(self.config.max_tokens_per_rank).rungs)
 
     @property
     def return_row_bytes(self) -> int:
@@ -198,7 +199,7 @@ def _describe(plan: Plan) -> str:
         ("numerics", f"{config.activations} activations, {config.combine_format.value} wire, scores "
                      f"{config.score_placement.value}, clamp {config.swiglu_limit or 'none'}"),
         ("engine", f"{plan.engine.name} ({plan.engine.reason})"),
-        ("buckets", f"{', '.join(map(str, plan.buckets))} tokens a rank (the cap)"),
+        ("buckets", f"{', '.join(map(str, plan.buckets))} tokens a rank; the last is the cap"),
         ("worst routing", f"{geometry.max_pool_rows} pool rows on one rank: "
                           f"{geometry.ep_size} ranks x {geometry.routes_per_rank} routes, and padding"),
     ]  # fmt: skip

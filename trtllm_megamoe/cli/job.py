@@ -207,8 +207,9 @@ def forward_case(
         _load_or_fail_together(layer, case, comm, show_progress)
         load_s = time.perf_counter() - started
         share = deal(given.num_tokens, comm.size)[comm.rank]
+        largest_share = math.ceil(given.num_tokens / comm.size)
         started = time.perf_counter()
-        out = layer.forward(given.x[share], given.topk_ids[share], given.topk_weights[share])
+        out = layer.forward(given.x[share], given.topk_ids[share], given.topk_weights[share], largest_share)
         forward_s = time.perf_counter() - started
         facts = comm.allgather((out, layer.saturation, load_s, forward_s), timeout_s)
         if comm.rank != 0:

@@ -39,13 +39,22 @@ class Engine(ABC):
 
     name: str
 
+    last_bucket: int | None = None
+    """Bucket of the latest launch."""
+
     @abstractmethod
     def load(self, weights: ExpertWeights, mode: ActivationMode) -> None:
         """Take this rank's experts; replaces earlier ones. Not collective."""
 
     @abstractmethod
-    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """Run one launch: x (T, H) bf16, topk_ids (T, K) int64, topk_weights (T, K) fp32 -> (T, H) bf16. Collective."""
+    def forward(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int
+    ) -> torch.Tensor:
+        """Run one launch: x (T, H) bf16, topk_ids (T, K) int64, topk_weights (T, K) fp32 -> (T, H) bf16. Collective.
+
+        `bucket` is the capacity from the layer's ladder that holds every rank's T; it may choose a configuration, never
+        the work.
+        """
 
     @abstractmethod
     def saturation(self) -> SaturationReport:

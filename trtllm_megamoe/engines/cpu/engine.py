@@ -88,10 +88,13 @@ class CpuEngine(Engine):
     def close(self) -> None:
         self._allocation.release()
 
-    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int
+    ) -> torch.Tensor:
         if self._math is None:
             raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
         self._raise_if_aborted("entry", 0)
+        self.last_bucket = bucket  # one configuration serves all buckets here
         epoch = int(self._local["epoch"][0]) + 1
         try:
             self._stage(x, topk_weights)
