@@ -17,11 +17,12 @@ from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import judge
 from trtllm_megamoe.engines.base import SaturationReport
 from trtllm_megamoe.engines.registry import build_engine, choose_engine
-from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError, MegaMoeWeightError
+from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.regions import Geometry, RegionTable
-from trtllm_megamoe.weights.build import build_expert_weights
-from trtllm_megamoe.weights.spec import LayerShape
+from trtllm_megamoe.weights.loader import load_one
+from trtllm_megamoe.weights.spec import LayerShape, ModuleSpec
+from trtllm_megamoe.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,11 @@ class MegaMoELayer:
     Args:
         config: Shape, formats and engine; must be equal on all ranks, which is checked here once.
         comm: This rank's communicator (see `trtllm_megamoe.comm`); None means one rank.
+        layer: Model layer index, for error texts and for loading several layers under one window.
+
+    Attributes:
+        weights: This rank's :class:`~trtllm_megamoe.weights.store.WeightStore`. Give the stores of several layers to a
+            :class:`~trtllm_megamoe.weights.loader.WeightLoader` to stream or reload a whole model.
 
     Raises:
         MegaMoeConfigError: The layer is not eligible; every reason is named. Nothing was allocated.
@@ -44,7 +50,7 @@ class MegaMoELayer:
     Source: docs/architecture.md, requirements R1-R7.
     """
 
-    def __init__(self, config: MegaMoeConfig, comm: Communicator | None = None) -> None:
+    def __init__(self, config: MegaMoeConfig, comm: Communicator | None = None, *, layer: int | None = None) -> None:
         comm = comm if comm is not None else single()
         self.config = config
         self.ep_rank, self.ep_size = comm.rank, comm.size
@@ -63,7 +69,16 @@ class MegaMoELayer:
         require_rank_identical(facts, comm, config.timeout_s)
         self.table = RegionTable(Geometry.from_config(config, comm.size))
         self._engine = build_engine(choice, config, self.table, comm)
-        self._mode: ActivationMode | None = None
+        num_local = self.table.geometry.num_local_experts
+        shape = LayerShape(config.hidden_size, config.intermediate_size, config.num_experts, config.top_k)
+        self.weights = WeightStore(
+            ModuleSpec(shape, comm.rank * num_local, num_local),
+            layout=self._engine.layout,
+            device=self._engine.device,
+            mode=config.activation_mode,
+            layer=layer,
+        )
+        self.weights.on_commit(self._engine.bind)
         logger.info("rank %d/%d: engine %s (%s)", self.ep_rank, self.ep_size, choice.name, choice.reason)
 
     @property
@@ -74,9 +89,10 @@ class MegaMoELayer:
     @property
     def activation_mode(self) -> ActivationMode:
         """Activation mode in use; known once weights are loaded."""
-        if self._mode is None:
+        mode = self.weights.activation_mode
+        if mode is None:
             raise MegaMoeStateError(f"rank {self.ep_rank}: the activation mode is known after load_weights")
-        return self._mode
+        return mode
 
     @property
     def saturation(self) -> SaturationReport:
@@ -89,7 +105,7 @@ class MegaMoELayer:
         return self._engine.last_bucket
 
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load this rank's experts of one layer.
+        """Load this rank's experts of one layer, or reload them: addresses stay, and captured graphs see the new ones.
 
         Args:
             weights: Named checkpoint tensors of one layer (names as in the file or `{e}.w1.weight` style). Experts of
@@ -101,14 +117,7 @@ class MegaMoELayer:
 
         Collective: no.
         """
-        shape = LayerShape(
-            self.config.hidden_size, self.config.intermediate_size, self.config.num_experts, self.config.top_k
-        )
-        num_local = self.table.geometry.num_local_experts
-        experts = build_expert_weights(weights, shape, self.ep_rank * num_local, num_local)
-        mode = self._resolve_mode(experts.has_input_scales)
-        self._engine.load(experts, mode)
-        self._mode = mode
+        load_one(self.weights, weights, rank=self.ep_rank)
 
     def forward(
         self,
@@ -140,8 +149,7 @@ class MegaMoELayer:
 
         Collective: yes, every rank, same order, also with T = 0.
         """
-        if self._mode is None:
-            raise MegaMoeStateError(f"rank {self.ep_rank}: forward before load_weights; load a checkpoint first")
+        self.weights.require_ready()
         self._validate_inputs(x, topk_ids, topk_weights)
         bucket = self._select_bucket(x.shape[0], max_tokens_over_ranks)
         return self._engine.forward(x.contiguous(), topk_ids.to(torch.int64), topk_weights, bucket)
@@ -160,17 +168,6 @@ class MegaMoELayer:
     ) -> None:
         if kind is None:  # after an error peers may be gone; closing is collective under MPI
             self.close()
-
-    def _resolve_mode(self, has_input_scales: bool) -> ActivationMode:
-        requested = self.config.activation_mode
-        if requested is None:
-            return ActivationMode.NVFP4 if has_input_scales else ActivationMode.BF16
-        if requested is ActivationMode.NVFP4 and not has_input_scales:
-            raise MegaMoeWeightError(
-                f"rank {self.ep_rank}: the checkpoint has no input scales (weight-only), which activation mode 'nvfp4' "
-                "needs; use activations='bf16' (or 'auto')"
-            )
-        return requested
 
     def _select_bucket(self, num_tokens: int, hint: object) -> int:
         where = f"rank {self.ep_rank}: forward: max_tokens_over_ranks"

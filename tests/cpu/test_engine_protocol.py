@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -217,7 +218,7 @@ def test_forward_wrong_input_names_it(change: dict[str, torch.Tensor], words: st
         "topk_weights": torch.ones(3, 4),
     }
     with MegaMoELayer(case.config) as layer:
-        with pytest.raises(MegaMoeStateError, match="before load_weights"):
+        with pytest.raises(MegaMoeStateError, match="weights are empty, forward needs ready"):
             layer.forward(**good)
         layer.load_weights(case.weights)
         with pytest.raises(MegaMoeConfigError, match=words):
@@ -261,3 +262,24 @@ def test_run_threads_stuck_rank_is_named() -> None:
 
     with pytest.raises(MegaMoeTimeoutError, match=r"ranks \[1\] of 2"):
         run_threads(2, body, 0.3)
+
+
+def test_reload_is_atomic_and_seen_by_the_next_forward() -> None:
+    """B09: A, B, A through one layer equals fresh layers; a failed reload leaves the old weights in use."""
+    first = make_case("random", ep_size=1, seed=1)
+    second = make_case("random", ep_size=1, seed=50)
+
+    def fresh(weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with MegaMoELayer(first.config) as layer:
+            layer.load_weights(weights)
+            return forward_rank(layer, first, 0)
+
+    with MegaMoELayer(first.config) as layer:
+        for weights in (first.weights, second.weights, first.weights, first.weights):
+            layer.load_weights(weights)
+            assert torch.equal(bits(forward_rank(layer, first, 0)), bits(fresh(weights)))
+        before = forward_rank(layer, first, 0)
+        damaged = dict(second.weights) | {"3.w2.weight": torch.zeros(7, 7, dtype=torch.uint8)}
+        with pytest.raises(MegaMoeWeightError, match=r"w2.weight"):
+            layer.load_weights(damaged)
+        assert torch.equal(bits(forward_rank(layer, first, 0)), bits(before))

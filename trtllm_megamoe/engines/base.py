@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.weights.experts import ExpertWeights
+from trtllm_megamoe.weights.store import WeightStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +34,24 @@ class SaturationReport:
 
 
 class Engine(ABC):
-    """Executes one layer on one rank."""
+    """Executes one layer on one rank.
+
+    `layout` and `device` say how and where this engine wants the weights (see `trtllm_megamoe.weights.layouts`).
+    """
 
     name: str
+    layout: str
+    device: torch.device
 
     last_bucket: int | None = None
     """Bucket of the latest launch."""
 
     @abstractmethod
-    def load(self, weights: ExpertWeights, mode: ActivationMode) -> None:
-        """Take this rank's experts; replaces earlier ones. Not collective."""
+    def bind(self, weights: WeightStore) -> None:
+        """Use this store's weights from the next forward on; called after each load. Not collective."""
 
     @abstractmethod
-    def forward(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
         """Run one launch: x (T, H) bf16, topk_ids (T, K) int64, topk_weights (T, K) fp32 -> (T, H) bf16. Collective.
 
         `bucket` is the capacity from the layer's ladder that holds every rank's T; it may choose a configuration, never

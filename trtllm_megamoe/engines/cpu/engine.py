@@ -35,9 +35,9 @@ from trtllm_megamoe.errors import (
     MegaMoeStateError,
     MegaMoeTimeoutError,
 )
-from trtllm_megamoe.formats import ActivationMode, ScorePlacement, round_up
+from trtllm_megamoe.formats import ScorePlacement, round_up
 from trtllm_megamoe.regions import COUNT_BITS, COUNTER_BANKS, TOKEN_BLOCK_ROWS, RegionTable
-from trtllm_megamoe.weights.experts import ExpertWeights
+from trtllm_megamoe.weights.store import WeightStore
 
 _FIRST_NAP_S = 20e-6
 _LONGEST_NAP_S = 1e-3
@@ -66,6 +66,8 @@ class CpuEngine(Engine):
     """See the module docstring. Collective: construction and forward, in the same order on all ranks."""
 
     name = "cpu"
+    layout = "reference"
+    device = torch.device("cpu")
 
     def __init__(self, config: MegaMoeConfig, table: RegionTable, comm: Communicator) -> None:
         self._config = config
@@ -77,8 +79,8 @@ class CpuEngine(Engine):
         self._math: ExpertMath | None = None
         self._saturation = SaturationReport()
 
-    def load(self, weights: ExpertWeights, mode: ActivationMode) -> None:
-        self._math = ExpertMath(weights, mode, self._config)
+    def bind(self, weights: WeightStore) -> None:
+        self._math = ExpertMath(weights, self._config)
         self._saturation = SaturationReport()
         self._own["header"][0] = self._math.shared_facts_digest()
 
@@ -88,9 +90,7 @@ class CpuEngine(Engine):
     def close(self) -> None:
         self._allocation.release()
 
-    def forward(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
         if self._math is None:
             raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
         self._raise_if_aborted("entry", 0)

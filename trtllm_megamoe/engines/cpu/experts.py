@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 
@@ -13,7 +12,7 @@ from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.base import SaturationReport
 from trtllm_megamoe.engines.cpu import numerics
 from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.weights.experts import ExpertWeights
+from trtllm_megamoe.weights.store import WeightStore
 
 _ROWS_AT_ONCE = 1024
 """Rows of one expert computed together: bounds the fp64 transient, changes no bit."""
@@ -22,29 +21,18 @@ _ROWS_AT_ONCE = 1024
 class ExpertMath:
     """Weights and alphas of one load, and the arithmetic over rows that they fix."""
 
-    def __init__(self, weights: ExpertWeights, mode: ActivationMode, config: MegaMoeConfig) -> None:
-        self._w = weights
+    def __init__(self, weights: WeightStore, config: MegaMoeConfig) -> None:
+        assert weights.activation_mode is not None  # a loaded store has one
+        self._w = weights.expert_weights()
+        self._alphas = weights.alphas
         self._config = config
-        self._mode = mode
-        self._is_nvfp4 = mode is ActivationMode.NVFP4
-        down_input = weights.down_input_global
-        if self._is_nvfp4:
-            assert weights.input_global is not None and down_input is not None  # the layer refuses otherwise
-            self._input_global = torch.tensor(weights.input_global, dtype=torch.float32)
-            self._alpha_gate = weights.gate_global * self._input_global
-            self._alpha_up = weights.up_global * self._input_global
-            self._alpha_down = weights.down_global * down_input
-            self._down_input = down_input
-        else:
-            exponent = _fc1_out_exponent(down_input, weights.num_local_experts)
-            self._alpha_gate, self._alpha_up = weights.gate_global, weights.up_global
-            self._alpha_down = weights.down_global * numerics.power_of_two(-exponent)
-            self._fc1_out_factor = numerics.power_of_two(exponent)
+        self._mode = weights.activation_mode
+        self._is_nvfp4 = self._mode is ActivationMode.NVFP4
+        self._input_global = torch.tensor(self._w.input_global if self._is_nvfp4 else 0.0, dtype=torch.float32)
 
     def shared_facts_digest(self) -> int:
         """Non-zero digest of what all ranks must have loaded alike: activation mode and fc1's input scale."""
-        scale = self._w.input_global if self._is_nvfp4 else 0.0
-        return (1 << 32) | zlib.crc32(self._mode.value.encode() + struct.pack("<f", scale))
+        return (1 << 32) | zlib.crc32(self._mode.value.encode() + struct.pack("<f", float(self._input_global)))
 
     def stage_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, SaturationReport]:
         """bf16 rows (T, H) -> payload bytes, payload scale bytes, saturation of the blocks."""
@@ -72,8 +60,8 @@ class ExpertMath:
             up = self._project(pool[rows], self._w.up_codes[expert], self._w.up_scales[expert])
             factor = row_scale[rows].unsqueeze(-1)
             h = numerics.swiglu(
-                gate * factor * self._alpha_gate[expert],
-                up * factor * self._alpha_up[expert],
+                gate * factor * self._alphas["fc1_alpha"][expert, 0],
+                up * factor * self._alphas["fc1_alpha"][expert, 1],
                 self._config.swiglu_limit,
                 self._config.swiglu_alpha,
                 self._config.swiglu_beta,
@@ -90,7 +78,7 @@ class ExpertMath:
         parts = []
         for rows in _chunks(fc1_out.shape[0]):
             y = self._project(fc1_out[rows], self._w.down_codes[expert], self._w.down_scales[expert])
-            parts.append((y * self._alpha_down[expert]).bfloat16())
+            parts.append((y * self._alphas["fc2_alpha"][expert]).bfloat16())
         return torch.cat(parts)
 
     def _project(self, rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -98,18 +86,12 @@ class ExpertMath:
 
     def _requantize(self, expert: int, h: torch.Tensor) -> tuple[torch.Tensor, SaturationReport]:
         if self._is_nvfp4:
-            codes, scales, saturated = numerics.quantize_nvfp4(h, self._down_input[expert])
+            assert self._w.down_input_global is not None
+            codes, scales, saturated = numerics.quantize_nvfp4(h, self._w.down_input_global[expert])
             report = SaturationReport(fc1_out_blocks=scales.numel(), fc1_out_saturated=saturated)
             return numerics.decode_blocks(codes, scales, torch.float16), report
-        return numerics.saturating_f16(h.bfloat16().float() * self._fc1_out_factor[expert]), SaturationReport()
-
-
-def _fc1_out_exponent(down_input: torch.Tensor | None, num_local_experts: int) -> torch.Tensor:
-    """q[e] of docs/numerics.md 4.2 step 6."""
-    if down_input is None:
-        return torch.zeros(num_local_experts, dtype=torch.int32)
-    exponents = [10 - math.ceil(math.log2(2688.0 * float(a))) for a in down_input]
-    return torch.tensor([min(30, max(-14, q)) for q in exponents], dtype=torch.int32)
+        factor = self._alphas["fc1_norm_const"][expert]  # 2^q
+        return numerics.saturating_f16(h.bfloat16().float() * factor), SaturationReport()
 
 
 def _chunks(num_rows: int) -> list[slice]:
