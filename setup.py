@@ -61,7 +61,7 @@ setup(
         "bench": BENCH,
         "dev": DEV,
     },
-    entry_points={"console_scripts": ["trtllm-megamoe = trtllm_megamoe.cli.main:main"]},
+    entry_points={"console_scripts": ["trtllm-megamoe = trtllm_megamoe.__main__:program"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -17,6 +17,7 @@ from trtllm_megamoe.errors import MegaMoeTimeoutError, MegaMoeUnavailableError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
+_FAREWELL_S = 10.0
 
 
 class MpiCommunicator(Communicator):
@@ -85,3 +86,22 @@ class MpiCommunicator(Communicator):
     def fence(self) -> None:
         for window in self._windows:
             window.Sync()
+
+
+def leave_together(exit_code: int) -> None:
+    """End the MPI job when this rank fails alone: its peers would wait in MPI's own finalisation for ever.
+
+    Ranks that fail alike meet here and return. Called by programs on their way out, after MPI has been started.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    if MPI.Is_finalized() or world.Get_size() == 1:
+        return
+    farewell = world.Ibarrier()
+    deadline = time.monotonic() + _FAREWELL_S
+    while not farewell.Test():
+        if time.monotonic() > deadline:
+            logger.error("rank %d failed alone; ending the job", world.Get_rank())
+            world.Abort(exit_code)
+        time.sleep(_POLL_S)
