@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Sm90MegaMoeNvfp4Kernel`: one MoE layer of one rank as one persistent launch on Hopper (sm_90a).
+
+Purpose
+    Routing ids and bf16 tokens in, bf16 layer output out: count and place routes, quantise tokens (both activation modes
+    of docs/numerics.md), fc1, SwiGLU, requantisation, fc2, result rows in wire format, top-k sum. Weights stay NVFP4 in
+    HBM and shared memory and are decoded exactly to f16 registers.
+Supported
+    H multiple of 32, I multiple of 16, up to 256 local experts, top_k up to 16, any token count including 0 (read from
+    device memory, so one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range) and
+    duplicate entries, at most four token widths per launch, whole (256-row) and half (128-row) tiles.
+Not supported
+    More than one rank; expert ids that are not local; grids that are not fully resident (every CTA must run at once).
+Operands (addresses; R rows of the pool, T tokens, E experts, K top_k, steps = ceil(width / 128))
+    w1 (E, ceil(2I/128), ceil(H/128), 9216) u8     128x128 records, gate and up interleaved by 8 (see "Weight records")
+    w2 (E, ceil(H/128), ceil(I/128), 9216) u8
+    scales (E + 1, 4) f32   {alpha_gate * 2^14, alpha_up * 2^14, alpha_down * 2^14, qs2 or 2^q}; last row {qs1, 0, 0, 0}
+    x (T, H) bf16; ids (T, K) i32 or i64; route_weights (T, K) f32; num_tokens i32; y (T, H) bf16
+    pool (R, H) f16; row_scale (R) f32; row_weight (R) f32; row_meta (R, 2) i32; route_rows (T, K) i32; h (R, I) f16
+    results (T*K, row) and result_scales (T*K, row) u8: wire format by token * K + slot
+    counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words); epoch u64;
+    error u64 (8); abort u32
+Weight records
+    codes [m64 tile 2][k64 half 2][thread 128][4 x u32], then e4m3 scales [tile 2][warp 4][g 8][8 k16][row g, row g+8].
+    A u32 holds one thread's 8 codes of an m64k16 fragment in a GF(2)-linear order (`ptx.decode_fragment` inverts it).
+    fc1: rows g / g+8 of a 16-row block are gate / up of channel 8 * block + g; fc2: logical rows 2g, 2g+1. Rows and
+    columns beyond the matrix are zero records.
+Warp roles (1 CTA per SM)
+    math   2 or 4 warpgroups: stage tokens, then per tile wait, decode, wgmma, epilogue; at the end the top-k sum
+    W      scheduler table, claims, weight copies        T   token loads, the only warp that waits for global counters
+    R      releases of finished tiles                    Z   clears the next launch's counters
+Pipelines (producer -> consumer, arrivals)
+    full[stage]   W and T -> math: 2 arrivals and the bytes of both      empty[stage]  math -> W, T: one per math warp
+    ifull[slot]   W -> math, T, R: 1                                     iempty[slot]  T, R -> W: 2
+    done[slot]    math -> R: one per math warp
+Synchronisation contract (object | writer, order | reader, order | reset)
+    pool, row_*   | math: st, fence.proxy.async, CTA barrier, red.release.gpu staged   | T: ld.acquire.gpu, fence.proxy.async, TMA | stream
+    h             | math: st, fence.proxy.async, done; R: fence.proxy.async, red.release.gpu ready | T: ld.acquire.gpu >= row tiles, fence.proxy.async, TMA | stream
+    results       | math: st, done; R: red.release.gpu fc2 done                        | math: ld.acquire.gpu, ld | stream
+    claim         | W: atom.relaxed.gpu                                                | - | other bank, by Z
+    staged, ready, fc2 done | above                                                    | above | other bank, by Z
+    exit ticket   | last warp out: atom.acq_rel.gpu; the last CTA resets it and stores epoch + 1 | next launch: plain | itself
+    x, ids, route_weights, num_tokens | previous kernel                                | plain ld | stream
+    error, abort  | first failure: cas, then st.release.sys                            | every wait: ld.acquire.sys | host
+Provenance
+    Written for this project; the main loop and tile stream follow our own measured prototypes (docs/engineering-notes-hopper.md).
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils
+from cutlass import Float16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.typing import AddressSpace
+
+from .. import ptx
+from . import epilogue, mainloop, reduce, scheduler, staging
+from .config import K_STEP, RING_SLOTS, KernelConfig
+from .scheduler import BANK_WORDS, END, EXIT_WORD, FC1, FC2_DONE, FIRST_BANK, STAGED, TableOffsets
+from .waits import SITE_FC2, wait_at_least
+
+MATH_BARRIER = 9
+"""Named barrier of all math warps; 1..4 are the warpgroups' own, 5..8 the half tiles'."""
+
+CONTROL_WORDS = 8
+"""Shared words: {bank, abort, tokens, epoch}, then nothing."""
+
+
+class Sm90MegaMoeNvfp4Kernel:
+    """The kernel of one :class:`KernelConfig`; call it inside `cute.compile`."""
+
+    def __init__(self, config: KernelConfig) -> None:
+        self.cfg = config
+
+    @cute.jit
+    def __call__(self, anchor: cute.Tensor, w1: Int64, w2: Int64, scales: Int64, x: Int64, ids: Int64,
+                 route_weights: Int64, num_tokens: Int64, y: Int64, pool: Int64, row_scale: Int64, row_weight: Int64,
+                 row_meta: Int64, route_rows: Int64, h: Int64, results: Int64, result_scales: Int64, counters: Int64,
+                 ready: Int64, epoch: Int64, error: Int64, abort: Int64, timeout_ns: Int64, pool_rows: Int32,
+                 ready_words: Int32, ids_are_64: Int32, expected_ctas: Int32, lag: Int32, grid: Int32, stream):
+        """One launch. `anchor` is any device tensor (it names the device); everything else is an address or a number."""
+        cfg = self.cfg
+        layer, tile = cfg.layer, cfg.tile
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
+        views = []
+        for base, width in ((pool, layer.hidden_size), (h, layer.intermediate_size)):
+            pointer = cute.make_ptr(Float16, base, AddressSpace.gmem, assumed_align=128)
+            views.append(cute.make_tensor(pointer, cute.make_layout((pool_rows, width), stride=(width, 1))))
+        maps = []
+        for n, per_stage in zip(tile.token_widths, cfg.steps_per_stage, strict=True):
+            box = (n, K_STEP * per_stage)
+            one = cute.tile_to_shape(atom, box, order=(0, 1))
+            maps.append(one)
+            for view in views:
+                maps += list(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, one, box))
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, cfg.stages]
+            empty: cute.struct.MemRange[Int64, cfg.stages]
+            ifull: cute.struct.MemRange[Int64, RING_SLOTS]
+            iempty: cute.struct.MemRange[Int64, RING_SLOTS]
+            done: cute.struct.MemRange[Int64, RING_SLOTS]
+            info: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * 8], 16]
+            control: cute.struct.Align[cute.struct.MemRange[Int32, CONTROL_WORDS], 16]
+            maxima: cute.struct.Align[cute.struct.MemRange[Int32, staging.BATCH_TOKENS], 16]
+            rows: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * tile.widest * cfg.row_words], 16]
+            table: cute.struct.Align[cute.struct.MemRange[Int32, cfg.table_words], 16]
+            staging: cute.struct.Align[
+                cute.struct.MemRange[Uint8, cfg.epilogue_warpgroups * cfg.staging_bytes + cfg.sum_bytes], 128
+            ]
+            stages: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.stage_bytes], 1024]
+
+        self.storage = Storage
+        self.kernel(w1, w2, scales, tuple(maps), x, ids, route_weights, num_tokens, y, pool, row_scale, row_weight,
+                    row_meta, route_rows, h, results, result_scales, counters, ready, epoch, error, abort, timeout_ns,
+                    ready_words, ids_are_64, expected_ctas, lag).launch(
+            grid=[grid, 1, 1], block=[tile.threads, 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, w1: Int64, w2: Int64, scales: Int64, maps: tuple, x: Int64, ids: Int64, route_weights: Int64,
+               num_tokens: Int64, y: Int64, pool: Int64, row_scale: Int64, row_weight: Int64, row_meta: Int64,
+               route_rows: Int64, h: Int64, results: Int64, result_scales: Int64, counters: Int64, ready: Int64,
+               epoch: Int64, error: Int64, abort: Int64, timeout_ns: Int64, ready_words: Int32, ids_are_64: Int32,
+               expected_ctas: Int32, lag: Int32):
+        """The device side: set up, count routes, then the roles."""
+        cfg = self.cfg
+        layer, tile = cfg.layer, cfg.tile
+        math_warps = const_expr(tile.math_warpgroups * 4)
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        gdim, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = tidx % 32
+        memory = cutlass.utils.SmemAllocator().allocate(self.storage)
+        full, empty = memory.full.data_ptr(), memory.empty.data_ptr()
+        ifull, iempty, done = memory.ifull.data_ptr(), memory.iempty.data_ptr(), memory.done.data_ptr()
+        bars = (full, empty, ifull, iempty, done)
+        info, control = Int32(memory.info.data_ptr().toint()), Int32(memory.control.data_ptr().toint())
+        table, rows_at = Int32(memory.table.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
+        maxima = Int32(memory.maxima.data_ptr().toint())
+        staging_at, stages_at = Int32(memory.staging.data_ptr().toint()), memory.stages.data_ptr().toint()
+        at = const_expr(TableOffsets(cfg.table_experts))
+        counts, cursors = table + at.rows, table + at.cursors
+
+        if warp == 0:
+            for i in cutlass.range_constexpr(len(tile.token_widths)):
+                cpasync.prefetch_descriptor(maps[5 * i + 1])
+                cpasync.prefetch_descriptor(maps[5 * i + 3])
+        if tidx == 0:
+            for i in cutlass.range_constexpr(cfg.stages):
+                cute.arch.mbarrier_init(full + i, 2)
+                cute.arch.mbarrier_init(empty + i, math_warps)
+            for i in cutlass.range_constexpr(RING_SLOTS):
+                cute.arch.mbarrier_init(ifull + i, 1)
+                cute.arch.mbarrier_init(iempty + i, 2)
+                cute.arch.mbarrier_init(done + i, math_warps)
+            ptx.sts32(control, Int32(ptx.ldg32(epoch)))
+            ptx.sts32(control + 4, ptx.flag_load_acquire_sys(abort))
+            ptx.sts32(control + 8, ptx.ldg32(num_tokens))
+        i = tidx
+        while i < const_expr(cfg.table_experts):
+            ptx.sts32(counts + i * 4, 0)
+            ptx.sts32(cursors + i * 4, 0)
+            i = i + tile.threads
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        launch = ptx.lds32(control)
+        aborted = ptx.lds32(control + 4)
+        tokens = ptx.lds32(control + 8)
+        if aborted == 0:
+            bank_index = launch & 1
+            bank = counters + Int64(FIRST_BANK + bank_index * BANK_WORDS) * 4
+            ready_bank = ready + Int64(bank_index * ready_words) * 4
+            first_token = Int32(Int64(tokens) * Int64(bidx) // Int64(gdim))
+            own_tokens = Int32(Int64(tokens) * Int64(bidx + 1) // Int64(gdim)) - first_token
+            staging.count_routes(cfg, counts, cursors, ids, ids_are_64, tokens * layer.top_k, first_token * layer.top_k, tidx)
+            cute.arch.sync_threads()
+            if warp == 0:
+                staging.lay_out_pool(cfg, counts, table + at.first_row, cursors, lane)
+            cute.arch.sync_threads()
+            if warp >= math_warps:
+                cute.arch.setmaxregister_decrease(tile.producer_registers)
+                if warp == math_warps:
+                    scheduler.weight_warp(cfg, bars, table, info, Int32(stages_at), w1, w2, bank, lag, bidx, gdim, lane)
+                elif warp == math_warps + 1:
+                    scheduler.token_warp(cfg, bars, info, rows_at, stages_at, maps, row_meta, row_scale, row_weight, bank,
+                                         ready_bank, expected_ctas, error, abort, timeout_ns, launch, lane)
+                elif warp == math_warps + 2:
+                    scheduler.release_warp(cfg, bars, info, bank, ready_bank, lane)
+                else:
+                    other = 1 - bank_index
+                    scheduler.clear_warp(counters + Int64(FIRST_BANK + other * BANK_WORDS) * 4,
+                                         ready + Int64(other * ready_words) * 4, ready_words, bidx, gdim, lane)
+            else:
+                cute.arch.setmaxregister_increase(tile.math_registers)
+                staging.place_routes(cfg, cursors, ids, ids_are_64, route_weights, row_meta, row_weight, route_rows,
+                                     first_token * layer.top_k, own_tokens * layer.top_k, tidx)
+                cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
+                if const_expr(layer.activation_mode == "nvfp4"):
+                    qs = ptx.as_float(ptx.ldg32(scales + layer.num_local_experts * 16))
+                    staging.stage_nvfp4(cfg, x, pool, route_rows, qs, first_token, own_tokens, warp, lane)
+                else:
+                    staging.stage_bf16(cfg, x, pool, route_rows, row_scale, maxima, first_token, own_tokens, warp, lane,
+                                       tidx, MATH_BARRIER)
+                ptx.fence_proxy_async()
+                cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
+                if tidx == 0:
+                    ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
+                fc2_tiles = self.math(bars, info, rows_at, staging_at, Int32(stages_at), scales, h, results, result_scales,
+                                      tidx, warp, lane)
+                gave_up = Int32(0)
+                if own_tokens > 0:
+                    if lane == 0:
+                        gave_up = wait_at_least(bank + FC2_DONE * 4, fc2_tiles, error, abort, timeout_ns, SITE_FC2, 0, launch)
+                    cute.arch.sync_warp()
+                    reduce.sum_routes(cfg, ids, ids_are_64, route_weights, results, result_scales, y, first_token, own_tokens,
+                                      layer.num_local_experts, warp, lane)
+                if tidx == 0:
+                    if ptx.flag_fetch_add_acq_rel_gpu(counters + EXIT_WORD * 4, 1) == gdim - 1:
+                        ptx.stg32(counters + EXIT_WORD * 4, 0)
+                        if ptx.flag_load_acquire_sys(abort) == 0:
+                            ptx.stg64(epoch, ptx.ldg64(epoch) + 1)
+
+    @cute.jit
+    def math(self, bars, info: Int32, rows_at: Int32, staging_at: Int32, stages_at: Int32, scales: Int64, h: Int64,
+             results: Int64, result_scales: Int64, tidx, warp, lane):
+        """The math warps' tile loop; returns the number of fc2 tiles of the whole launch."""
+        cfg = self.cfg
+        layer, tile = cfg.layer, cfg.tile
+        full, empty, ifull, iempty, done = bars
+        m64 = const_expr(tile.m64_per_warpgroup)
+        swiglu = const_expr(ptx.make_swiglu(layer.swiglu_alpha, layer.swiglu_beta))
+        fc1_epilogue = const_expr(epilogue.fc1_nvfp4 if layer.activation_mode == "nvfp4" else epilogue.fc1_bf16)
+        t128 = tidx % 128
+        wg = warp // 4
+        warp4 = warp % 4
+        mt, kh = wg, Int32(0)
+        if const_expr(tile.rows == 128):
+            mt = wg % 2
+            kh = wg // 2
+        codes0, scales0, descriptor0 = mainloop.operand_addresses(cfg, stages_at, mt, kh, t128)
+        my_staging = staging_at + mt * cfg.staging_bytes
+        exchange = staging_at + cfg.epilogue_warpgroups * cfg.staging_bytes + (mt * cfg.sum_floats * 128 + t128) * 4
+        buffers = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(2)]
+        stage, phase = Int32(0), Int32(0)
+        slot, slot_phase = Int32(0), Int32(0)
+        kind = Int32(FC1)
+        fc2_tiles = Int32(0)
+        while kind != END:
+            cute.arch.mbarrier_wait(ifull + slot, slot_phase)
+            entry = info + slot * scheduler.INFO_BYTES
+            kind = ptx.lds32(entry)
+            fc2_tiles = ptx.lds32(entry + 4)
+            if kind != END:
+                expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
+                row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
+                width = ptx.lds32(entry + 24)
+                steps = Int32(layer.fc1_steps) if kind == FC1 else Int32(layer.fc2_steps)
+                expert_scales = ptx.ldg128f(scales + Int64(expert) * 16)
+                tile_rows = rows_at + slot * (tile.widest * 4 * cfg.row_words)
+                tile_weights = tile_rows + tile.widest * 4
+                for w in cutlass.range_constexpr(len(tile.token_widths)):
+                    n = const_expr(tile.token_widths[w])
+                    if width == w or const_expr(len(tile.token_widths) == 1):
+                        accs = [cute.make_rmem_tensor(cute.make_layout(n // 2), Float32) for _ in range(m64)]
+                        stage, phase = mainloop.multiply_tile(
+                            cfg, w, accs, buffers, full, empty, codes0, scales0, descriptor0, kh, steps, stage, phase, lane
+                        )
+                        has_epilogue = Int32(1)
+                        if const_expr(tile.rows == 128):
+                            mainloop.add_halves(cfg, w, accs[0], exchange, mt, kh)
+                            has_epilogue = 1 - kh
+                        if has_epilogue != 0:
+                            if kind == FC1:
+                                channel0 = row_tile * (tile.rows // 2) + mt * 32 * m64
+                                h_tile = h + Int64(row0) * (layer.intermediate_size * 2)
+                                for m in cutlass.range_constexpr(m64):
+                                    fc1_epilogue(cfg, swiglu, n, accs[m], m, expert_scales, my_staging, tile_rows,
+                                                 tile_weights, h_tile, channel0, valid, 1 + wg, t128, lane, warp4)
+                                ptx.fence_proxy_async()
+                            else:
+                                column0 = row_tile * tile.rows + mt * 64 * m64
+                                if const_expr(layer.combine_format == "bf16"):
+                                    epilogue.fc2_direct(cfg, n, accs, expert_scales, tile_rows, results, column0, valid,
+                                                        lane, warp4)
+                                else:
+                                    for m in cutlass.range_constexpr(m64):
+                                        epilogue.fc2_encoded(cfg, n, accs[m], m, expert_scales, my_staging, tile_rows,
+                                                             results, result_scales, column0, valid, 1 + wg, t128, lane,
+                                                             warp4)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(done + slot)
+            slot = slot + 1
+            if slot == RING_SLOTS:
+                slot = Int32(0)
+                slot_phase = slot_phase ^ 1
+        return fc2_tiles

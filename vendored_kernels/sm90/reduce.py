@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The top-k sum at the token owner: decode result rows, multiply, add in slot order, one rounding (numerics section 5).
+
+Called by the math warps after all fc2 tiles of the launch are published; reads result rows by token * K + slot.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from .. import ptx
+from .staging import load_expert
+
+SLOTS_IN_FLIGHT = 8
+"""Rows whose loads are issued together; bounds the registers."""
+
+
+def _load_row(layer, results, scales, route, column, live):
+    """8 columns of one result row as raw words (zeros when not live)."""
+    data = results + Int64(route) * layer.data_row_bytes
+    scale = scales + Int64(route) * layer.scale_row_bytes
+    if layer.combine_format == "bf16":
+        return ptx.ldg128_if(data + column * 2, live)
+    if layer.combine_format == "fp8":
+        return (*ptx.ldg_pair_if(data + column, live), ptx.ldg8_if(scale + column // 32, live))
+    return (ptx.ldg32_if(data + column // 2, live), ptx.ldg16_if(scale + column // 16 * 2, live))
+
+
+@cute.jit
+def _decode(layer, raw):
+    """8 fp32 values of a row's raw words."""
+    values = []
+    if const_expr(layer.combine_format == "bf16"):
+        for w in cutlass.range_constexpr(4):
+            values += list(ptx.unpack_bf16(raw[w]))
+    elif const_expr(layer.combine_format == "fp8"):
+        factor = ptx.as_float(raw[2] * 0x800000 if raw[2] > 0 else Int32(0x00400000))
+        for w in cutlass.range_constexpr(2):
+            for s in cutlass.range_constexpr(2):
+                low, high = ptx.e4m3_pair_values((raw[w] >> (16 * s)) & 0xFFFF)
+                values += [ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)]
+    else:
+        step = ptx.mul_rn(ptx.as_float(raw[1] * 65536), ptx.as_float(Int32(0x3E2AAAAB)))
+        for w in cutlass.range_constexpr(4):
+            low, high = ptx.e2m1_pair_values((raw[0] >> (8 * w)) & 0xFF)
+            values += [ptx.mul_rn(low, step), ptx.mul_rn(high, step)]
+    return values
+
+
+@cute.jit
+def sum_routes(cfg, ids: Int64, ids_are_64, weights: Int64, results: Int64, scales: Int64, y: Int64, first_token, own_tokens,
+               experts: cutlass.Constexpr, warp, lane):
+    """y rows of this CTA's tokens; a warp takes 256 columns of one token at a time."""
+    layer = cfg.layer
+    hidden = const_expr(layer.hidden_size)
+    top_k = const_expr(layer.top_k)
+    chunks = const_expr(-(-hidden // 256))
+    item = warp
+    while item < own_tokens * chunks:
+        local = item // chunks
+        token = first_token + local
+        column = (item - local * chunks) * 256 + lane * 8
+        inside = Int32(1) if column < hidden else Int32(0)
+        sums = [Float32(0.0) for _ in range(8)]
+        for s0 in cutlass.range_constexpr(0, top_k, SLOTS_IN_FLIGHT):
+            slots = const_expr(min(SLOTS_IN_FLIGHT, top_k - s0))
+            live = []
+            raw = []
+            for s in cutlass.range_constexpr(slots):
+                expert = load_expert(ids, token * top_k + s0 + s, Int32(1), ids_are_64, experts)
+                live.append(Int32(1) if expert >= 0 else Int32(0))
+            for s in cutlass.range_constexpr(slots):
+                raw.append(_load_row(layer, results, scales, token * top_k + s0 + s, column, live[s] * inside))
+            for s in cutlass.range_constexpr(slots):
+                values = _decode(layer, raw[s])
+                if const_expr(not layer.weigh_before_requant):
+                    weight = ptx.as_float(ptx.ldg32_if(weights + Int64(token * top_k + s0 + s) * 4, live[s]))
+                    values = [ptx.mul_rn(v, weight) for v in values]
+                for v in cutlass.range_constexpr(8):
+                    added = ptx.add_rn(sums[v], values[v])
+                    sums[v] = added if live[s] != 0 else sums[v]
+        words = [ptx.pack_bf16(sums[2 * w], sums[2 * w + 1]) for w in range(4)]
+        ptx.stg128_if(y + (Int64(token) * hidden + column) * 2, *words, inside)
+        item = item + const_expr(cfg.tile.math_warpgroups * 4)

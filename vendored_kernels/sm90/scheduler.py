@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tile stream: one ordered list of fc1 and fc2 tiles in which every dependency comes earlier, and its four warps.
+
+W builds the table, claims tiles and streams weights; T loads tokens once they are ready; R publishes finished tiles; Z
+clears the counters of the next launch. Called by the kernel's producer branch; knows no arithmetic of the layer.
+
+Order: non-empty experts, most rows first; fc1 segments in that order; fc2 of an expert follows as soon as `lag` fc1
+tiles stand between it and the end of its own fc1; inside a segment row tile slow, token block fast. Claims increase, so
+the lowest unfinished tile is always runnable and nothing can deadlock.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.typing import AddressSpace
+
+from .. import ptx
+from .config import K_STEP, RECORD_BYTES, RING_SLOTS
+from .waits import SITE_FC1, SITE_STAGED, wait_at_least
+
+FC1, FC2, END = 0, 1, 2
+"""Kinds of ring entries."""
+
+INFO_BYTES = 32
+"""A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, -}."""
+
+BANK_WORDS = 32
+CLAIM, STAGED, FC2_DONE = 0, 8, 16
+"""Words of a counter bank: next claim, CTAs whose tokens are staged, finished fc2 tiles; each in its own sector."""
+EXIT_WORD = 0
+FIRST_BANK = 32
+"""Launch counters: the exit ticket, then two banks."""
+
+
+class TableOffsets:
+    """Byte offsets of the scheduler's shared tables; E is the padded number of experts."""
+
+    def __init__(self, experts: int) -> None:
+        e = experts * 4
+        self.blocks = 0  # token blocks of an expert; later: fc1 segments before its fc2
+        self.order = e  # experts by descending rows, non-empty ones only
+        self.first_block = 2 * e  # first token block of the i-th expert of the order (one more entry)
+        self.segment_start = 3 * e + 16  # first tile of a segment (one more entry)
+        self.segment_expert = 5 * e + 20  # expert + 65536 * kind
+        self.segment_order = 7 * e + 24  # position in the order
+        self.rows = 9 * e + 32
+        self.first_row = 10 * e + 32
+        self.cursors = 11 * e + 32
+
+
+@cute.jit
+def build_table(cfg, tab: Int32, lag, lane):
+    """One warp: the segment table from the experts' row counts; returns (segments' tiles in all, non-empty experts)."""
+    at = const_expr(TableOffsets(cfg.table_experts))
+    experts = const_expr(cfg.layer.num_local_experts)
+    r1, r2 = const_expr(cfg.fc1_row_tiles), const_expr(cfg.fc2_row_tiles)
+    widest = const_expr(cfg.tile.widest)
+    e = lane
+    while e < experts:
+        rows = ptx.lds32(tab + at.rows + e * 4)
+        ptx.sts32(tab + at.blocks + e * 4, (rows + (widest - 1)) // widest)
+        e = e + 32
+    cute.arch.sync_warp()
+    e = lane
+    live = Int32(0)
+    while e < const_expr(cfg.table_experts):
+        mine = Int32(0)
+        key = Int32(-1)
+        if e < experts:
+            key = ptx.lds32(tab + at.rows + e * 4)
+            mine = ptx.lds32(tab + at.blocks + e * 4)
+        position = Int32(0)
+        first = Int32(0)
+        total = Int32(0)
+        live = Int32(0)
+        for j in cutlass.range(experts, unroll=4):
+            b = ptx.lds32(tab + at.blocks + j * 4)
+            other = ptx.lds32(tab + at.rows + j * 4)
+            one = Int32(1) if b > 0 else Int32(0)
+            before = Int32(1) if other > key else (Int32(1) if other == key and j < e else Int32(0))
+            first = first + b * before
+            position = position + one * before
+            total = total + b
+            live = live + one
+        if mine > 0:
+            ptx.sts32(tab + at.order + position * 4, e)
+            ptx.sts32(tab + at.first_block + position * 4, first)
+        if lane == 0:
+            ptx.sts32(tab + at.first_block + live * 4, total)
+        e = e + 32
+    cute.arch.sync_warp()
+    # fc2 of the i-th expert follows fc1 of the first one with >= lag fc1 tiles since the end of fc1(i)
+    i = lane
+    while i < live:
+        end = ptx.lds32(tab + at.first_block + i * 4 + 4)
+        m = i
+        while m < live - 1 and (ptx.lds32(tab + at.first_block + m * 4 + 4) - end) * r1 < lag:
+            m = m + 1
+        ptx.sts32(tab + at.blocks + i * 4, m + 1)
+        i = i + 32
+    cute.arch.sync_warp()
+    i = lane
+    while i < live:
+        expert = ptx.lds32(tab + at.order + i * 4)
+        block = ptx.lds32(tab + at.first_block + i * 4)
+        m = ptx.lds32(tab + at.blocks + i * 4)
+        done = Int32(0)  # fc2 segments before fc1(i)
+        for j in cutlass.range(live, unroll=4):
+            done = done + (Int32(1) if ptx.lds32(tab + at.blocks + j * 4) <= i else Int32(0))
+        fc1_at = (i + done) * 4
+        ptx.sts32(tab + at.segment_start + fc1_at, r1 * block + r2 * ptx.lds32(tab + at.first_block + done * 4))
+        ptx.sts32(tab + at.segment_expert + fc1_at, expert)
+        ptx.sts32(tab + at.segment_order + fc1_at, i)
+        fc2_at = (i + m) * 4
+        ptx.sts32(tab + at.segment_start + fc2_at, r1 * ptx.lds32(tab + at.first_block + m * 4) + r2 * block)
+        ptx.sts32(tab + at.segment_expert + fc2_at, expert + 65536)
+        ptx.sts32(tab + at.segment_order + fc2_at, i)
+        i = i + 32
+    blocks = ptx.lds32(tab + at.first_block + live * 4)
+    if lane == 0:
+        ptx.sts32(tab + at.segment_start + live * 8, (r1 + r2) * blocks)
+    cute.arch.sync_warp()
+    return blocks
+
+
+@cute.jit
+def weight_warp(cfg, bars, tab: Int32, info: Int32, stages_at: Int32, w1: Int64, w2: Int64, bank: Int64, lag, bidx, gdim,
+                lane):
+    """W: claims tiles, hands them to the other warps, streams weight records; never waits for tokens."""
+    full, empty, ifull, iempty, done = bars
+    at = const_expr(TableOffsets(cfg.table_experts))
+    layer, tile = cfg.layer, cfg.tile
+    r1, r2 = const_expr(cfg.fc1_row_tiles), const_expr(cfg.fc2_row_tiles)
+    per_tile = const_expr(tile.rows // 128)
+    blocks = build_table(cfg, tab, lag, lane)
+    total = (r1 + r2) * blocks
+    stage, phase = Int32(0), Int32(1)
+    slot, slot_phase = Int32(0), Int32(1)
+    segment = Int32(0)
+    t = bidx
+    while t < total:
+        ahead = Int32(0)
+        if lane == 0:
+            ahead = ptx.claim_add_relaxed_gpu(bank + CLAIM * 4, 1)
+        while t >= ptx.lds32(tab + at.segment_start + segment * 4 + 4):
+            segment = segment + 1
+        packed = ptx.lds32(tab + at.segment_expert + segment * 4)
+        position = ptx.lds32(tab + at.segment_order + segment * 4)
+        block0 = ptx.lds32(tab + at.first_block + position * 4)
+        in_expert = ptx.lds32(tab + at.first_block + position * 4 + 4) - block0
+        q = t - ptx.lds32(tab + at.segment_start + segment * 4)
+        row_tile = q // in_expert
+        block = q - row_tile * in_expert
+        kind, expert = packed // 65536, packed % 65536
+        cute.arch.mbarrier_wait(iempty + slot, slot_phase)
+        rows = ptx.lds32(tab + at.rows + expert * 4) - block * tile.widest
+        width = Int32(len(tile.token_widths) - 1)
+        copies = Int32(cfg.steps_per_stage[-1] * per_tile)
+        for i in cutlass.range_constexpr(len(tile.token_widths) - 2, -1, -1):
+            if rows <= tile.token_widths[i]:
+                width = Int32(i)
+                copies = Int32(cfg.steps_per_stage[i] * per_tile)
+        if lane == 0:
+            entry = info + slot * INFO_BYTES
+            ptx.sts32(entry, kind)
+            ptx.sts32(entry + 4, expert)
+            ptx.sts32(entry + 8, row_tile)
+            ptx.sts32(entry + 12, ptx.lds32(tab + at.first_row + expert * 4) + block * tile.widest)
+            ptx.sts32(entry + 16, rows if rows < tile.widest else Int32(tile.widest))
+            ptx.sts32(entry + 20, block0 + block)
+            ptx.sts32(entry + 24, width)
+            cute.arch.mbarrier_arrive(ifull + slot)
+        slot = slot + 1
+        if slot == RING_SLOTS:
+            slot = Int32(0)
+            slot_phase = slot_phase ^ 1
+        # Lane i copies record (step i / per_tile, row half i % per_tile) of a stage; past the end it repeats the last
+        # record: the token columns or stored rows that it would meet are zero-filled or not stored.
+        steps = Int32(layer.fc1_steps)
+        records = Int32(layer.fc1_records)
+        base = w1
+        if kind == FC2:
+            steps = Int32(layer.fc2_steps)
+            records = Int32(layer.fc2_records)
+            base = w2
+        sub = lane // per_tile
+        record = row_tile * per_tile + lane % per_tile
+        record = record if record < records else records - 1
+        source = base + (Int64(expert * records + record) * Int64(steps)) * RECORD_BYTES
+        target = stages_at + lane * RECORD_BYTES
+        steps_per_stage = copies // per_tile
+        for k in cutlass.range((steps + steps_per_stage - 1) // steps_per_stage, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copies * RECORD_BYTES)
+            cute.arch.sync_warp()
+            if lane < copies:
+                step = k * steps_per_stage + sub
+                step = step if step < steps else steps - 1
+                ptx.bulk_load(
+                    target + stage * cfg.stage_bytes,
+                    source + Int64(step) * RECORD_BYTES,
+                    Int32(RECORD_BYTES),
+                    (full + stage).toint(),
+                )
+            stage = stage + 1
+            if stage == cfg.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+        t = ptx.broadcast_lane0(ahead) + gdim
+    cute.arch.mbarrier_wait(iempty + slot, slot_phase)
+    if lane == 0:
+        entry = info + slot * INFO_BYTES
+        ptx.sts32(entry, END)
+        ptx.sts32(entry + 4, r2 * blocks)
+        cute.arch.mbarrier_arrive(ifull + slot)
+
+
+@cute.jit
+def token_warp(cfg, bars, info: Int32, rows_at: Int32, stages_at: Int32, maps: tuple, pool_meta: Int64, row_scale: Int64,
+               row_weight: Int64, bank: Int64, ready: Int64, expected_ctas, error: Int64, abort: Int64, timeout_ns: Int64,
+               epoch, lane):
+    """T: waits until a tile's tokens are readable, then TMA-loads them; fetches each row's route, scale or weight."""
+    full, empty, ifull, iempty, done = bars
+    layer, tile = cfg.layer, cfg.tile
+    widest = const_expr(tile.widest)
+    stage, phase = Int32(0), Int32(1)
+    slot, slot_phase = Int32(0), Int32(0)
+    kind = Int32(FC1)
+    staged = Int32(0)
+    gave_up = Int32(0)
+    while kind != END:
+        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
+        entry = info + slot * INFO_BYTES
+        kind = ptx.lds32(entry)
+        row0 = ptx.lds32(entry + 12)
+        valid = ptx.lds32(entry + 16)
+        counter = ptx.lds32(entry + 20)
+        width = ptx.lds32(entry + 24)
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(iempty + slot)
+        mine = rows_at + slot * (widest * 4 * cfg.row_words)
+        if kind != END:
+            if staged == 0:
+                if gave_up == 0:
+                    gave_up = wait_at_least(bank + STAGED * 4, expected_ctas, error, abort, timeout_ns, SITE_STAGED, 0, epoch)
+                staged = Int32(1)
+            j = lane
+            while j < valid:
+                row = Int64(row0 + j)
+                if kind == FC2:
+                    ptx.sts32(mine + j * 4, ptx.ldg32(pool_meta + row * 8 + 4))
+                else:
+                    if const_expr(layer.activation_mode == "bf16"):
+                        ptx.sts32(mine + j * 4, ptx.ldg32(row_scale + row * 4))
+                    if const_expr(layer.weigh_before_requant):
+                        ptx.sts32(mine + (widest + j) * 4, ptx.ldg32(row_weight + row * 4))
+                j = j + 32
+            if kind == FC2:
+                if gave_up == 0:
+                    gave_up = wait_at_least(ready + Int64(counter) * 4, cfg.fc1_row_tiles, error, abort, timeout_ns,
+                                            SITE_FC1, counter, epoch)
+            ptx.fence_proxy_async()
+            cute.arch.sync_warp()
+        for v in cutlass.range_constexpr(len(tile.token_widths) * 2):
+            n = const_expr(tile.token_widths[v // 2])
+            per_stage = const_expr(cfg.steps_per_stage[v // 2])
+            one = maps[v // 2 * 5]
+            if width == v // 2 and kind == v % 2:
+                atom, tensor = maps[v // 2 * 5 + 1 + 2 * (v % 2)], maps[v // 2 * 5 + 2 + 2 * (v % 2)]
+                weight_bytes = const_expr(per_stage * tile.rows // 128 * RECORD_BYTES)
+                layout = cute.make_layout(
+                    (*one.outer.shape, cfg.stages), stride=(*one.outer.stride, cfg.stage_bytes // 2)
+                )
+                pointer = cute.make_ptr(Float16, stages_at + weight_bytes, AddressSpace.smem, assumed_align=1024)
+                smem = cute.make_tensor(cute.recast_ptr(pointer, one.inner, dtype=Float16), layout)
+                gmem = cute.local_tile(cute.domain_offset((row0, 0), tensor), (n, K_STEP * per_stage), (0, None))
+                ts, tg = cpasync.tma_partition(
+                    atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+                )
+                steps = const_expr(layer.fc1_steps if v % 2 == FC1 else layer.fc2_steps)
+                for k in cutlass.range(-(-steps // per_stage), unroll=1):
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, n * K_STEP * 2 * per_stage)
+                    cute.copy(atom, tg[(None, k)], ts[(None, stage)], tma_bar_ptr=full + stage)
+                    stage = stage + 1
+                    if stage == cfg.stages:
+                        stage = Int32(0)
+                        phase = phase ^ 1
+        slot = slot + 1
+        if slot == RING_SLOTS:
+            slot = Int32(0)
+            slot_phase = slot_phase ^ 1
+
+
+@cute.jit
+def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, lane):
+    """R: publishes finished tiles, so that no math warp waits for a release."""
+    full, empty, ifull, iempty, done = bars
+    slot, slot_phase = Int32(0), Int32(0)
+    kind = Int32(FC1)
+    while kind != END:
+        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
+        entry = info + slot * INFO_BYTES
+        kind = ptx.lds32(entry)
+        counter = ptx.lds32(entry + 20)
+        if kind != END:
+            cute.arch.mbarrier_wait(done + slot, slot_phase)
+        if lane == 0:
+            if kind == FC1:
+                ptx.fence_proxy_async()
+                ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
+            elif kind == FC2:
+                ptx.flag_add_release_gpu(bank + FC2_DONE * 4, 1)
+            cute.arch.mbarrier_arrive(iempty + slot)
+        slot = slot + 1
+        if slot == RING_SLOTS:
+            slot = Int32(0)
+            slot_phase = slot_phase ^ 1
+
+
+@cute.jit
+def clear_warp(next_bank: Int64, next_ready: Int64, ready_words, bidx, gdim, lane):
+    """Z: zeroes the other bank; the stream orders it before the next launch."""
+    i = bidx * 32 + lane
+    while i < ready_words:
+        ptx.stg32(next_ready + Int64(i) * 4, 0)
+        i = i + gdim * 32
+    if bidx == 0:
+        ptx.stg32(next_bank + Int64(lane) * 4, 0)

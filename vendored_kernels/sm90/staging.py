@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From routing ids and bf16 tokens to the f16 pool: count, place, quantise or scale, publish.
+
+Every CTA counts all ids in shared memory and so knows the pool layout without a grid barrier; it then places and writes
+the rows of its own contiguous share of the tokens. Called by the kernel at the start of a launch; knows no tiles.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from .. import ptx
+from .config import POOL_BLOCK_ROWS
+
+BATCH_TOKENS = 16
+"""Tokens whose largest magnitudes are kept in shared memory at a time (bf16 activation mode)."""
+
+COLUMNS_PER_ITEM = 512
+"""Columns of one warp's item: two 16-byte loads per lane, both in flight."""
+
+
+@cute.jit
+def load_expert(ids: Int64, index, in_range, ids_are_64, experts: cutlass.Constexpr):
+    """Expert of a route, or -1 when its id lies outside [0, experts) or `in_range` is 0."""
+    address = ids + Int64(index) * Int64(4 + 4 * ids_are_64)
+    low = ptx.ldg32_if(address, in_range)
+    high = ptx.ldg32_if(address + 4, in_range * ids_are_64)
+    expert = low if low < experts else Int32(-1)
+    if ids_are_64 != 0:
+        expert = expert if high == 0 else Int32(-1)
+    return expert
+
+
+@cute.jit
+def count_routes(cfg, counts: Int32, cursors: Int32, ids: Int64, ids_are_64, routes, first_own, tidx):
+    """Add up ids per expert: those before this CTA's share in `cursors`, all others in `counts` (both zeroed)."""
+    experts = const_expr(cfg.layer.num_local_experts)
+    threads = const_expr(cfg.tile.threads)
+    i = tidx
+    while i < routes:
+        found = []
+        for j in cutlass.range_constexpr(4):
+            index = i + j * threads
+            found.append(load_expert(ids, index, Int32(1) if index < routes else Int32(0), ids_are_64, experts))
+        for j in cutlass.range_constexpr(4):
+            table = cursors if i + j * threads < first_own else counts
+            ptx.shared_add_if(table + found[j] * 4, 1, Int32(1) if found[j] >= 0 else Int32(0))
+        i = i + 4 * threads
+
+
+@cute.jit
+def lay_out_pool(cfg, counts: Int32, offsets: Int32, cursors: Int32, lane):
+    """One warp: total rows, first pool row and this CTA's write cursor of every expert."""
+    carry = Int32(0)
+    for first in cutlass.range_constexpr(0, cfg.table_experts, 32):
+        word = (first + lane) * 4
+        before = ptx.lds32(cursors + word)
+        total = before + ptx.lds32(counts + word)
+        padded = (total + (POOL_BLOCK_ROWS - 1)) // POOL_BLOCK_ROWS * POOL_BLOCK_ROWS
+        upto = padded
+        for d in (1, 2, 4, 8, 16):
+            other = ptx.shuffle_up(upto, d)
+            upto = upto + (other if lane >= d else Int32(0))
+        start = carry + upto - padded
+        ptx.sts32(counts + word, total)
+        ptx.sts32(offsets + word, start)
+        ptx.sts32(cursors + word, start + before)
+        carry = carry + cute.arch.shuffle_sync(upto, 31)
+
+
+@cute.jit
+def place_routes(cfg, cursors: Int32, ids: Int64, ids_are_64, weights: Int64, row_meta: Int64, row_weight: Int64,
+                 route_rows: Int64, first_route, own_routes, mtid):
+    """Give each of this CTA's routes a pool row (-1: masked) and describe the row."""
+    i = mtid
+    while i < own_routes:
+        route = first_route + i
+        expert = load_expert(ids, route, Int32(1), ids_are_64, cfg.layer.num_local_experts)
+        row = Int32(-1)
+        if expert >= 0:
+            row = ptx.shared_add(cursors + expert * 4, 1)
+            ptx.stg_pair(row_meta + Int64(row) * 8, Int32(0), route)
+            if const_expr(cfg.layer.weigh_before_requant):
+                ptx.stg32(row_weight + Int64(row) * 4, ptx.ldg32(weights + Int64(route) * 4))
+        ptx.stg32(route_rows + Int64(route) * 4, row)
+        i = i + const_expr(cfg.tile.math_warpgroups * 128)
+
+
+@cute.jit
+def _store_rows(cfg, pool: Int64, route_rows: Int64, token, column, inside, words):
+    """16 bytes to every live pool row of a token."""
+    top_k = const_expr(cfg.layer.top_k)
+    rows = [ptx.ldg32(route_rows + Int64(token * top_k + s) * 4) for s in range(top_k)]
+    for s in cutlass.range_constexpr(top_k):
+        live = inside if rows[s] >= 0 else Int32(0)
+        ptx.stg128_if(pool + (Int64(rows[s]) * cfg.layer.hidden_size + column) * 2, *words, live)
+
+
+@cute.jit
+def stage_nvfp4(cfg, x: Int64, pool: Int64, route_rows: Int64, qs: Float32, first_token, own_tokens, warp, lane):
+    """The f16 value of the NVFP4 quantisation of this CTA's tokens into all their pool rows."""
+    hidden = const_expr(cfg.layer.hidden_size)
+    chunks = const_expr(-(-hidden // COLUMNS_PER_ITEM))
+    warps = const_expr(cfg.tile.math_warpgroups * 4)
+    item = warp
+    while item < own_tokens * chunks:
+        local = item // chunks
+        token = first_token + local
+        base = (item - local * chunks) * COLUMNS_PER_ITEM + lane * 8
+        inside = [Int32(1) if base + h * 256 < hidden else Int32(0) for h in range(2)]
+        loaded = [ptx.ldg128_if(x + (Int64(token) * hidden + base + h * 256) * 2, inside[h]) for h in range(2)]
+        for h in cutlass.range_constexpr(2):
+            values = []
+            for w in cutlass.range_constexpr(4):
+                values += list(ptx.unpack_bf16(loaded[h][w]))
+            amax = ptx.abs_max8(values)
+            amax = ptx.max_nan(amax, ptx.shuffle_xor1_f(amax))
+            scale, inverse = ptx.nvfp4_block_scale(amax, qs)
+            words = [ptx.nvfp4_pair_as_f16(values[2 * w], values[2 * w + 1], inverse, scale) for w in range(4)]
+            _store_rows(cfg, pool, route_rows, token, base + h * 256, inside[h], words)
+        item = item + warps
+
+
+@cute.jit
+def stage_bf16(cfg, x: Int64, pool: Int64, route_rows: Int64, row_scale: Int64, maxima: Int32, first_token, own_tokens,
+               warp, lane, mtid, barrier_id: cutlass.Constexpr):
+    """RN16(x * 2^p) of this CTA's tokens into all their pool rows, 2^-p beside them; p from each row's largest value."""
+    hidden = const_expr(cfg.layer.hidden_size)
+    top_k = const_expr(cfg.layer.top_k)
+    chunks = const_expr(-(-hidden // COLUMNS_PER_ITEM))
+    warps = const_expr(cfg.tile.math_warpgroups * 4)
+    start = Int32(0)
+    while start < own_tokens:
+        batch = own_tokens - start
+        batch = batch if batch < BATCH_TOKENS else Int32(BATCH_TOKENS)
+        if mtid < BATCH_TOKENS:
+            ptx.sts32(maxima + mtid * 4, 0)
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
+        item = warp
+        while item < batch * chunks:
+            local = item // chunks
+            base = (item - local * chunks) * COLUMNS_PER_ITEM + lane * 8
+            inside = [Int32(1) if base + h * 256 < hidden else Int32(0) for h in range(2)]
+            address = x + (Int64(first_token + start + local) * hidden + base) * 2
+            loaded = [ptx.ldg128_if(address + h * 512, inside[h]) for h in range(2)]
+            largest = Int32(0)
+            for h in cutlass.range_constexpr(2):
+                for w in cutlass.range_constexpr(4):
+                    magnitude = loaded[h][w] & 0x7FFF7FFF
+                    largest = ptx.max_u32(largest, ptx.max_u32(magnitude & 0xFFFF, (magnitude >> 16) & 0xFFFF))
+            largest = ptx.warp_max_u32(largest)
+            if lane == 0:
+                ptx.shared_max(maxima + local * 4, largest)
+            item = item + warps
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
+        item = warp
+        while item < batch * chunks:
+            local = item // chunks
+            token = first_token + start + local
+            base = (item - local * chunks) * COLUMNS_PER_ITEM + lane * 8
+            largest = ptx.lds32(maxima + local * 4)
+            biased = largest // 128
+            p = Int32(141) - biased
+            p = p if p < 126 else Int32(126)
+            p = Int32(0) if biased == 255 or largest == 0 else p
+            factor = ptx.as_float((p + 127) * 0x800000)
+            inside = [Int32(1) if base + h * 256 < hidden else Int32(0) for h in range(2)]
+            address = x + (Int64(token) * hidden + base) * 2
+            loaded = [ptx.ldg128_if(address + h * 512, inside[h]) for h in range(2)]
+            for h in cutlass.range_constexpr(2):
+                words = []
+                for w in cutlass.range_constexpr(4):
+                    low, high = ptx.unpack_bf16(loaded[h][w])
+                    words.append(ptx.pack_f16_saturating(ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)))
+                _store_rows(cfg, pool, route_rows, token, base + h * 256, inside[h], words)
+            if base < top_k * 8:  # the first lanes of a row's first item
+                row = ptx.ldg32(route_rows + Int64(token * top_k + lane) * 4)
+                if row >= 0:
+                    ptx.stg32(row_scale + Int64(row) * 4, (Int32(127) - p) * 0x800000)
+            item = item + warps
+        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
+        start = start + BATCH_TOKENS
