@@ -128,8 +128,8 @@ _COUNTS = ListOf("n,n,...", _positive)
     default="lockstep",
     help="lockstep: a barrier before every iteration; burst: one before the first.",
 )
-@click.option("--iters", type=_COUNT, default=20, help="Timed iterations.")
-@click.option("--warmup", type=click.IntRange(min=0), default=5, help="Iterations before the timed ones.")
+@click.option("--iters", type=_COUNT, default=10, help="Timed iterations.")
+@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Iterations before the timed ones.")
 @click.option("--seed", type=int, default=0)
 @click.option("--steps", type=_COUNT, default=1, help="Different inputs to rotate through.")
 @click.option(

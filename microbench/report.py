@@ -80,7 +80,7 @@ def header(env: Mapping[str, Any], row: Row) -> str:
         f"timed: {row['region']}",
         f"{row['warmup']} warm-up and {row['iters']} timed iterations, slowest rank of each; seed {row['seed']}, "
         f"{row['steps']} input(s) and {row['rotated_layers']} layer(s) in rotation; "
-        f"layer built for {row['bucket']} tokens per rank",
+        f"layer built for {row['max_tokens_per_rank']} tokens per rank",
         f"tok/rank = tokens per rank, EP tok = EP total: tokens of all {row['ep_size']} rank(s) together; "
         "rates are the busiest rank's",
     ]
@@ -128,6 +128,7 @@ class _Column:
 _COLUMNS = (
     _Column("tok/rank", lambda row: str(row["tokens_per_rank"])),
     _Column("EP tok", lambda row: str(row["ep_tokens"])),
+    _Column("bucket", lambda row: str(row["bucket"])),
     _Column("rows/expert", lambda row: _number(row["rows_per_expert"], 2)),
     _Column("expert max/mean", lambda row: _number(row["expert_rows"]["max_over_mean"], 2)),
     _Column("rank max/mean", lambda row: _number(row["rank_rows"]["max_over_mean"], 2)),

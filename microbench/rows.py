@@ -38,6 +38,7 @@ class Measurement:
     engine: str
     virtual_ranks: int
     max_tokens_per_rank: int
+    bucket: int | None
     mode: Mode
     warmup: int
     iters: int
@@ -149,7 +150,8 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "combine_format": measured.combine_format.value,
         "activations": measured.activations.value,
         "score_placement": case.score_placement.value,
-        "bucket": measured.max_tokens_per_rank,
+        "max_tokens_per_rank": measured.max_tokens_per_rank,
+        "bucket": measured.bucket,
         "requested_tactic": None,
         "actual_tactic": None,
         "tactic_source": None,

@@ -172,7 +172,12 @@ class _Step:
 
     x: torch.Tensor
     batch: Batch
+    max_tokens_over_ranks: int
     load: Load  # of all ranks
+
+    def run(self, layer: MegaMoELayer) -> torch.Tensor:
+        """One forward; collective."""
+        return layer.forward(self.x, self.batch.topk_ids, self.batch.topk_weights, self.max_tokens_over_ranks)
 
 
 def _make_steps(case: Case, workload: Workload, settings: Settings, comm: Communicator) -> list[_Step]:
@@ -182,7 +187,7 @@ def _make_steps(case: Case, workload: Workload, settings: Settings, comm: Commun
         sent = comm.allgather(count_routes(batch.topk_ids, workload.num_experts), settings.timeout_s)
         num_tokens = batch.topk_ids.shape[0]
         x = synthetic.tokens(case, num_tokens, seed=settings.seed, step=step, rank=comm.rank)
-        steps.append(_Step(x, batch, Load(torch.stack(sent))))
+        steps.append(_Step(x, batch, max(tokens_by_rank(workload, step)), Load(torch.stack(sent))))
     return steps
 
 
@@ -198,8 +203,7 @@ def _measure(
     steps = _make_steps(case, point.workload, settings, comm)
 
     def forward(index: int) -> torch.Tensor:
-        step = steps[index % len(steps)]
-        return layers[index % len(layers)].forward(step.x, step.batch.topk_ids, step.batch.topk_weights)
+        return steps[index % len(steps)].run(layers[index % len(layers)])
 
     # the layer returns fresh memory, so nothing it does later can turn this result into another one
     first = forward(0)
@@ -230,6 +234,7 @@ def _measure(
             engine=layers[0].engine_name,
             virtual_ranks=settings.virtual_ranks,
             max_tokens_per_rank=layers[0].config.max_tokens_per_rank,
+            bucket=layers[0].last_bucket,
             mode=point.mode,
             warmup=settings.warmup,
             iters=settings.iters,
@@ -254,7 +259,7 @@ def _check_steps(
     """The worst verdict over all layers and steps, or the first that is no pass; `first` is the output of (0, 0)."""
     results: list[CheckResult] = []
     for layer, step in itertools.product(layers, steps):
-        out = first if not results else layer.forward(step.x, step.batch.topk_ids, step.batch.topk_weights)
+        out = first if not results else step.run(layer)
         results.append(
             check_output(
                 out, step.x, step.batch, source, layer.activation_mode, point.combine_format, comm, settings.timeout_s
