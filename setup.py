@@ -26,6 +26,7 @@ DEV = [
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
     "ml_dtypes>=0.4",
+    "pyyaml>=6.0",  # the stand-in host of the tests reads the user's YAML
     "ruff==0.17.6",  # pinned: default rules change between releases
     "mypy==2.4.1",
     "setuptools>=64",  # tests/packaging builds the wheel without isolation

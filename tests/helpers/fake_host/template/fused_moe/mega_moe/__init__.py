@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+from .mega_moe_cute_dsl import MegaMoECuteDsl as MegaMoECuteDsl
