@@ -3,7 +3,8 @@
 
 Class hierarchy, decorators, fields, signatures and defaults come from the JSON; what a method DOES is re-implemented
 from the prose of the contract in `template/_standin/{selection,execution}.py`, to which the generated heads delegate.
-A head without a behaviour raises NotImplementedError. Everything around the MoE modules (arguments, executor, model) is in `template/`.
+A head without a behaviour raises NotImplementedError. All around the MoE modules (arguments, executor, model) is in
+`template/`.
 
 `python -m tests.helpers.fake_host.generate ERA DIRECTORY` writes one for looking at.
 """

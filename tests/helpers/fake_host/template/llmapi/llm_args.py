@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Optional, Union  # noqa: F401  (the generated fields use them)
 
 from pydantic import BaseModel, ConfigDict, Field
 
