@@ -28,8 +28,9 @@ class EnvVar:
 
 
 LOG = EnvVar("TRTLLM_MEGAMOE_LOG", "WARNING", "log level of the command line: DEBUG, INFO, WARNING or ERROR")
+CACHE_DIR = EnvVar("TRTLLM_MEGAMOE_CACHE_DIR", "", "directory of compiled kernels; unset: the user's cache directory")
 
-ENV_VARS: tuple[EnvVar, ...] = (LOG,)
+ENV_VARS: tuple[EnvVar, ...] = (LOG, CACHE_DIR)
 
 
 def log_level() -> int:
