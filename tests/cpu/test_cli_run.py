@@ -171,7 +171,6 @@ BAD_INPUTS: dict[str, tuple[Edit | None, list[str], str]] = {
     "ep_size": (None, ["--ep-size", "3"], "num_experts 16 is not divisible by ep_size 3"),
     "wire": (None, ["--combine-format", "int8"], "combine format 'int8' is unknown; allowed: bf16"),
     "clamp": (None, ["--swiglu-limit", "0"], "swiglu_limit"),
-    "engine": (None, ["--engine", "cuda"], "no CUDA engine"),
     "x_dtype": (put("x", lambda t: t.double()), [], "x has dtype float64; allowed: float32, float16, bfloat16"),
     "x_integer": (put("x", lambda t: t.to(torch.int32)), [], "x has dtype int32"),
     "ids_dtype": (put("topk_ids", lambda t: t.to(torch.int16)), [], "topk_ids has dtype int16; allowed: int32, int64"),
@@ -204,6 +203,13 @@ def test_run_bad_input_is_one_message_and_exit_two_before_any_rank_starts(
     assert expected in result.stderr
     assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
     assert result.stdout == "" and not run.output.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU on a machine that has none")
+def test_run_cuda_engine_without_a_gpu_is_refused(run: Runner, tokens: dict[str, torch.Tensor]) -> None:
+    result = run(tokens, "--engine", "cuda")
+    assert result.exit_code == 2
+    assert "engine 'cuda' was asked for, but" in result.stderr and "allowed here: cpu" in result.stderr
 
 
 def test_run_other_top_k_is_refused(run: Runner, tokens: dict[str, torch.Tensor]) -> None:

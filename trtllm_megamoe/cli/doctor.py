@@ -34,5 +34,5 @@ def command(ctx: click.Context, as_json: bool) -> None:
         for engine in diagnosis.engines:
             click.echo(f"  {engine.engine:4}  {'can run' if engine.can_run else 'cannot run'}: {engine.reason}")
         click.echo("\nEnvironment variables:")
-        click.echo(table((), [(variable.name, variable.get(), variable.description) for variable in ENV_VARS]))
+        click.echo(table((), [(v.name, v.get() or "(unset)", v.description) for v in ENV_VARS]))
     ctx.exit(0 if diagnosis.can_run else EXIT_BAD_INPUT)
