@@ -128,6 +128,7 @@ _COUNTS = ListOf("n,n,...", _positive)
     default="lockstep",
     help="lockstep: a barrier before every iteration; burst: one before the first.",
 )
+@click.option("--cuda-graph", "use_cuda_graph", is_flag=True, help="Replay a graph instead of launching (CUDA engine).")
 @click.option("--iters", type=_COUNT, default=10, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, help="Iterations before the timed ones.")
 @click.option("--seed", type=int, default=0)
@@ -174,6 +175,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         num_layers=options["num_layers"],
         timeout_s=options["timeout_s"],
         virtual_ranks=options["virtual_ranks"],
+        use_cuda_graph=options["use_cuda_graph"],
         expected_engine=options["expect_engine"],
     )
     threads = options["threads_per_rank"] or max(1, len(os.sched_getaffinity(0)) // ep_size)

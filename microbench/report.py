@@ -134,6 +134,7 @@ _COLUMNS = (
     _Column("rank max/mean", lambda row: _number(row["rank_rows"]["max_over_mean"], 2)),
     _Column("routing", _routing, is_text=True, is_axis=True),
     _Column("wire", lambda row: row["combine_format"], is_text=True, is_axis=True),
+    _Column("timing", lambda row: row["timing"], is_text=True, is_axis=True),
     _Column("mode", lambda row: row["mode"], is_text=True, is_axis=True),
     _Column("p50 us", lambda row: _time(row, "p50")),
     _Column("p10 us", lambda row: _time(row, "p10")),

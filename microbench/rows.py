@@ -18,7 +18,7 @@ from microbench.environment import arch_name
 from microbench.peaks import Peaks
 from microbench.roofline import Floor, Work, floor_of, measured_traffic, rank_work
 from microbench.routing import Load, Workload
-from microbench.timing import Mode, Samples
+from microbench.timing import Mode, Timed
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 
 TIMED_REGION = "forward: bf16 tokens in, bf16 rows out; activation staging, dispatch, experts, combine, top-k sum"
@@ -26,7 +26,7 @@ TIMED_REGION = "forward: bf16 tokens in, bf16 rows out; activation staging, disp
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Everything known about one point. `samples` is None when the check did not pass; `loads` has one entry a step."""
+    """Everything known about one point. `timed` is None when the check did not pass; `loads` has one entry a step."""
 
     case: Case
     workload: Workload
@@ -45,7 +45,8 @@ class Measurement:
     num_layers: int
     loads: tuple[Load, ...]
     check: CheckResult
-    samples: Samples | None
+    timing: str
+    timed: Timed | None
     peaks: Peaks | None
 
 
@@ -108,7 +109,8 @@ def make_row(measured: Measurement) -> dict[str, Any]:
     """The row. Rates are those of the busiest rank, the bytes are the roofline's, not counted ones (`bw_kind`)."""
     case, workload, peaks = measured.case, measured.workload, measured.peaks
     cost = _cost(measured)
-    us = None if measured.samples is None else measured.samples.summary()
+    samples = None if measured.timed is None else measured.timed.samples
+    us = None if samples is None else samples.summary()
     p50 = us["p50"] if us is not None else None
     seconds = p50 / 1e6 if isinstance(p50, float) else None
     tflops = cost.work.flops / seconds / 1e12 if seconds else None
@@ -155,15 +157,15 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "requested_tactic": None,
         "actual_tactic": None,
         "tactic_source": None,
-        "timing": "cpu" if measured.engine == "cpu" else "eager",
+        "timing": measured.timing,
         "mode": measured.mode.value,
         "region": TIMED_REGION,
         "warmup": measured.warmup,
         "iters": measured.iters,
-        "iters_per_graph": None,
+        "iters_per_graph": None if measured.timed is None else measured.timed.iters_per_graph,
         "rotated_layers": measured.num_layers,
         "us": us,
-        "samples_us": [] if measured.samples is None else list(measured.samples.slowest_us),
+        "samples_us": [] if samples is None else list(samples.slowest_us),
         "tokens_per_s": sum(measured.tokens_by_rank) / seconds if seconds else None,
         "tflops": tflops,
         "pct_peak_tflops": _percent(tflops, None if peak_flops is None else peak_flops / 1e12),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from microbench import synthetic
+from microbench import synthetic, timing_cuda
 from microbench.cases import Case
 from microbench.check import CheckResult, Verdict, check_output
 from microbench.environment import device_name
@@ -26,7 +27,7 @@ from microbench.roofline import expert_bytes
 from microbench.routing import Batch, Load, Workload, count_routes, route, tokens_by_rank
 from microbench.rows import Measurement, make_row
 from microbench.sources import WeightSource, open_source
-from microbench.timing import Mode, Samples, time_forwards
+from microbench.timing import Forward, Mode, Timed, TimingSpec, time_host
 from trtllm_megamoe.cli.text import format_bytes
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.config import ActivationRequest, EngineName, MegaMoeConfig
@@ -35,6 +36,8 @@ from trtllm_megamoe.formats import CombineFormat
 from trtllm_megamoe.layer import MegaMoELayer
 
 logger = logging.getLogger(__name__)
+
+MIN_FORWARDS_PER_GRAPH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Settings:
     num_layers: int
     timeout_s: float
     virtual_ranks: int
+    use_cuda_graph: bool = False
     expected_engine: str | None = None
 
 
@@ -98,7 +102,7 @@ def run_points(
         with contextlib.ExitStack() as stack:
             config = _layer_config(case, combine_format, cap, settings)
             layers = [stack.enter_context(MegaMoELayer(config, comm)) for _ in range(settings.num_layers)]
-            _require_engine(layers[0], settings.expected_engine)
+            _require_engine(layers[0], settings)
             for layer in layers:
                 _load_together(layer, source, comm, settings.timeout_s)
             for index, point in enumerate(points):
@@ -146,11 +150,32 @@ def _require_memory(case: Case, settings: Settings, comm: Communicator) -> None:
         )
 
 
-def _require_engine(layer: MegaMoELayer, expected: str | None) -> None:
-    if expected is not None and layer.engine_name != expected:
+def _require_engine(layer: MegaMoELayer, settings: Settings) -> None:
+    if settings.expected_engine is not None and layer.engine_name != settings.expected_engine:
         raise MegaMoeVerificationError(
-            f"engine {layer.engine_name!r} runs, --expect-engine says {expected!r}; nothing was timed"
+            f"engine {layer.engine_name!r} runs, --expect-engine says {settings.expected_engine!r}; nothing was timed"
         )
+    choose_timer(layer.engine_name, settings.use_cuda_graph)
+
+
+def timing_name(engine_name: str, use_cuda_graph: bool) -> str:
+    """The schema's word for how an engine is timed."""
+    if engine_name == "cpu":
+        return "cpu"
+    return "cuda_graph" if use_cuda_graph else "eager"
+
+
+def choose_timer(engine_name: str, use_cuda_graph: bool) -> Callable[[Forward, TimingSpec, Communicator], Timed]:
+    """How an engine is timed.
+
+    Raises:
+        MegaMoeConfigError: a graph was asked for and the engine does not run on a GPU.
+    """
+    if engine_name == "cpu":
+        if use_cuda_graph:
+            raise MegaMoeConfigError("--cuda-graph: engine 'cpu' has no CUDA graph; leave the option out")
+        return time_host
+    return timing_cuda.time_graph if use_cuda_graph else timing_cuda.time_eager
 
 
 def _load_together(layer: MegaMoELayer, source: WeightSource, comm: Communicator, timeout_s: float) -> None:
@@ -172,22 +197,26 @@ class _Step:
 
     x: torch.Tensor
     batch: Batch
-    max_tokens_over_ranks: int
     load: Load  # of all ranks
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # of the layer, on its device
 
     def run(self, layer: MegaMoELayer) -> torch.Tensor:
         """One forward; collective."""
-        return layer.forward(self.x, self.batch.topk_ids, self.batch.topk_weights, self.max_tokens_over_ranks)
+        return layer.forward(*self.arguments)
 
 
-def _make_steps(case: Case, workload: Workload, settings: Settings, comm: Communicator) -> list[_Step]:
+def _make_steps(
+    case: Case, workload: Workload, settings: Settings, comm: Communicator, device: torch.device
+) -> list[_Step]:
     steps = []
     for step in range(settings.steps):
         batch = route(workload, comm.rank, step)
         sent = comm.allgather(count_routes(batch.topk_ids, workload.num_experts), settings.timeout_s)
         num_tokens = batch.topk_ids.shape[0]
         x = synthetic.tokens(case, num_tokens, seed=settings.seed, step=step, rank=comm.rank)
-        steps.append(_Step(x, batch, max(tokens_by_rank(workload, step)), Load(torch.stack(sent))))
+        inputs = (x.to(device), batch.topk_ids.to(device), batch.topk_weights.to(device))
+        fullest = max(tokens_by_rank(workload, step))
+        steps.append(_Step(x, batch, Load(torch.stack(sent)), (*inputs, fullest)))
     return steps
 
 
@@ -200,7 +229,7 @@ def _measure(
     comm: Communicator,
 ) -> dict[str, Any]:
     """Check every (layer, step), then time."""
-    steps = _make_steps(case, point.workload, settings, comm)
+    steps = _make_steps(case, point.workload, settings, comm, layers[0].device)
 
     def forward(index: int) -> torch.Tensor:
         return steps[index % len(steps)].run(layers[index % len(layers)])
@@ -208,19 +237,23 @@ def _measure(
     # the layer returns fresh memory, so nothing it does later can turn this result into another one
     first = forward(0)
     check = _check_steps(first, point, steps, layers, source, settings, comm)
-    samples: Samples | None = None
+    timed: Timed | None = None
     if check.has_passed:
-        samples = time_forwards(
+        rotation = math.lcm(len(layers), len(steps))
+        timed = choose_timer(layers[0].engine_name, settings.use_cuda_graph)(
             forward,
-            mode=point.mode,
-            warmup=settings.warmup,
-            iters=settings.iters,
-            comm=comm,
-            timeout_s=settings.timeout_s,
+            TimingSpec(
+                mode=point.mode,
+                warmup=settings.warmup,
+                iters=settings.iters,
+                forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
+                timeout_s=settings.timeout_s,
+            ),
+            comm,
         )
-        check = _check_again(check, first, forward(0), comm, settings.timeout_s)
+        check = _check_again(check, first, timed.repeated, comm, settings.timeout_s)
     if not check.has_passed:
-        samples = None
+        timed = None
         logger.info("rank %d: no time given: %s", comm.rank, check.reason)
     return make_row(
         Measurement(
@@ -241,7 +274,8 @@ def _measure(
             num_layers=len(layers),
             loads=tuple(step.load for step in steps),
             check=check,
-            samples=samples,
+            timing=timing_name(layers[0].engine_name, settings.use_cuda_graph),
+            timed=timed,
             peaks=find_peaks(device_name(layers[0].engine_name)),
         )
     )
@@ -262,7 +296,14 @@ def _check_steps(
         out = first if not results else step.run(layer)
         results.append(
             check_output(
-                out, step.x, step.batch, source, layer.activation_mode, point.combine_format, comm, settings.timeout_s
+                out.cpu(),
+                step.x,
+                step.batch,
+                source,
+                layer.activation_mode,
+                point.combine_format,
+                comm,
+                settings.timeout_s,
             )
         )
         if not results[-1].has_passed:

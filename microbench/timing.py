@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time forwards on every rank and merge: the slowest rank of each iteration, then the distribution over iterations.
 
-Used by the runner. Knows nothing of what is timed.
+Used by the runner. Knows nothing of what is timed. All methods share one signature: `(forward, spec, comm) -> Timed`;
+those that need a GPU are in :mod:`microbench.timing_cuda`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from trtllm_megamoe.comm import Communicator
 
@@ -49,18 +51,34 @@ def merge(per_rank_us: Sequence[Sequence[float]]) -> Samples:
     return Samples(tuple(map(max, zip(*per_rank_us, strict=True))), tuple(tuple(row) for row in per_rank_us))
 
 
-def time_forwards(
-    forward: Callable[[int], object],
-    *,
-    mode: Mode,
-    warmup: int,
-    iters: int,
-    comm: Communicator,
-    timeout_s: float,
-) -> Samples:
-    """Call `forward(i)` for i = 0 .. warmup + iters - 1 and time the last `iters` of them with the host's clock.
+@dataclass(frozen=True, slots=True)
+class TimingSpec:
+    """How often and with which barriers; `forwards_per_graph` matters to graph replays only."""
 
-    The barrier is outside the timed window. For engines that return when the result is there.
+    mode: Mode
+    warmup: int
+    iters: int
+    forwards_per_graph: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Samples, and what forward 0 gives after all of them: the same bits as before, or the times are of nothing."""
+
+    samples: Samples
+    repeated: torch.Tensor
+    iters_per_graph: int | None = None
+
+
+Forward = Callable[[int], torch.Tensor]
+"""Call i of a rotation over layers and inputs; collective."""
+
+
+def time_host(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
+    """Time `forward(i)` with the host's clock, for engines that return when the result is there.
+
+    The barrier is outside the timed window.
 
     Returns:
         The same samples on every rank.
@@ -68,11 +86,12 @@ def time_forwards(
     Collective: yes.
     """
     mine: list[float] = []
-    comm.barrier(timeout_s)
-    for index in range(warmup + iters):
-        if mode is Mode.LOCKSTEP or index == warmup:
-            comm.barrier(timeout_s)
+    comm.barrier(spec.timeout_s)
+    for index in range(spec.warmup + spec.iters):
+        if spec.mode is Mode.LOCKSTEP or index == spec.warmup:
+            comm.barrier(spec.timeout_s)
         started = time.perf_counter_ns()
         forward(index)
         mine.append((time.perf_counter_ns() - started) / 1e3)
-    return merge(comm.allgather(mine[warmup:], timeout_s))
+    samples = merge(comm.allgather(mine[spec.warmup :], spec.timeout_s))
+    return Timed(samples, forward(0))

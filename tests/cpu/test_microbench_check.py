@@ -18,7 +18,7 @@ from microbench.routing import Batch, RoutingName, by_tokens, route
 from microbench.runner import Point, Settings, run_points
 from microbench.sources import SyntheticSource
 from microbench.synthetic import tokens
-from microbench.timing import Mode, merge, time_forwards
+from microbench.timing import Mode, TimingSpec, merge, time_host
 from trtllm_megamoe.comm import Communicator, run_threads, single
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError, MegaMoeWeightError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
@@ -280,7 +280,7 @@ def test_merge_takes_the_slowest_rank_of_every_iteration() -> None:
 
 
 @pytest.mark.parametrize(("mode", "barriers"), [(Mode.LOCKSTEP, 1 + 5), (Mode.BURST, 1 + 1)])
-def test_time_forwards_calls_in_order_and_meets_where_the_mode_says(mode: Mode, barriers: int) -> None:
+def test_time_host_calls_in_order_and_meets_where_the_mode_says(mode: Mode, barriers: int) -> None:
     calls: list[int] = []
     comm = single()
     count = 0
@@ -291,8 +291,13 @@ def test_time_forwards_calls_in_order_and_meets_where_the_mode_says(mode: Mode, 
         count += 1
         barrier(timeout_s)
 
+    def forward(index: int) -> torch.Tensor:
+        calls.append(index)
+        return torch.tensor(float(index))
+
     comm.barrier = counting  # type: ignore[method-assign]
-    samples = time_forwards(calls.append, mode=mode, warmup=2, iters=3, comm=comm, timeout_s=WAIT_S)
-    assert calls == [0, 1, 2, 3, 4]
-    assert len(samples.slowest_us) == 3
+    timed = time_host(forward, TimingSpec(mode, warmup=2, iters=3, forwards_per_graph=4, timeout_s=WAIT_S), comm)
+    assert calls == [0, 1, 2, 3, 4, 0]  # the last one for comparison, not for time
+    assert len(timed.samples.slowest_us) == 3
+    assert timed.repeated.item() == 0.0
     assert count == barriers

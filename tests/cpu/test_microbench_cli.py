@@ -23,7 +23,7 @@ from microbench.peaks import find_peaks
 from microbench.plot import group_series
 from microbench.routing import Load, RoutingName, by_rows, count_routes, route
 from microbench.rows import Measurement, make_row
-from microbench.timing import Mode, merge
+from microbench.timing import Mode, Timed, merge
 from trtllm_megamoe.comm.launch import Launch, run_mpirun
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
@@ -150,6 +150,7 @@ def test_bench_unverified_result_is_visible_and_exits_1(monkeypatch: pytest.Monk
         ([*TINY, "--routing", "zero-rank"], "at least 2 ranks"),
         ([*TINY, "--combine-format", "fp2"], "fp2"),
         ([*TINY, "--engine", "cuda"], "cuda"),
+        ([*TINY, "--engine", "cpu", "--cuda-graph"], "no CUDA graph"),
         ([*TINY, "--share-of-ep", "2", "--virtual-ranks", "2"], "one rank"),
         ([*TINY, "--virtual-ranks", "3"], "16 experts"),
         ([*TINY, "--json", "/nonexistent-directory/a.json"], "/nonexistent-directory"),
@@ -219,7 +220,7 @@ def gpu_row(rows_per_expert: int = 64, us: tuple[float, ...] = (700.0, 660.0, 68
         virtual_ranks=1, max_tokens_per_rank=workload.tokens_per_rank,
         bucket=workload.tokens_per_rank, mode=Mode.BURST, warmup=1, iters=len(us),
         num_layers=1, loads=(load,), check=CheckResult(Verdict.VERIFIED, 1e-5, 1.0, 1e-3, 8, 8, 48),
-        samples=merge([us]), peaks=find_peaks("NVIDIA H200"),
+        timing="cuda_graph", timed=Timed(merge([us]), torch.empty(0), 4), peaks=find_peaks("NVIDIA H200"),
     )  # fmt: skip
     return {**make_row(measured), **changes}
 
