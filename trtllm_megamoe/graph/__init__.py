@@ -15,11 +15,19 @@ _EXPORTS = {
     "scan_source": "trtllm_megamoe.graph.static.scan",
     "scan_function": "trtllm_megamoe.graph.static.scan",
     "RULES": "trtllm_megamoe.graph.static.rules",
+    "find_syncs": "trtllm_megamoe.graph.dynamic.syncs",
+    "check_capture": "trtllm_megamoe.graph.dynamic.capture",
+    "StepUnderTest": "trtllm_megamoe.graph.dynamic.step",
+    "Region": "trtllm_megamoe.graph.region",
 }
 
-__all__ = [*_EXPORTS]
+__all__ = ["RULES", "Region", "StepUnderTest", "check_capture", "find_syncs", "scan", "scan_function", "scan_source"]
 
 if TYPE_CHECKING:
+    from trtllm_megamoe.graph.dynamic.capture import check_capture
+    from trtllm_megamoe.graph.dynamic.step import StepUnderTest
+    from trtllm_megamoe.graph.dynamic.syncs import find_syncs
+    from trtllm_megamoe.graph.region import Region
     from trtllm_megamoe.graph.static.rules import RULES
     from trtllm_megamoe.graph.static.scan import scan, scan_function, scan_source
 
