@@ -244,7 +244,7 @@ def _judge_cuda(met: dict[str, Finding]) -> EngineVerdict:
     from trtllm_megamoe.engines.registry import choose_engine
 
     try:
-        choice = choose_engine("cuda")
+        choice = choose_engine("cuda", ep_size=1)
     except trtllm_megamoe.MegaMoeError as err:
         return EngineVerdict("cuda", False, str(err))
     return EngineVerdict("cuda", True, choice.reason)

@@ -46,7 +46,8 @@ class MegaMoELayer:
         MegaMoeUnavailableError: The requested engine cannot run on this machine.
         MegaMoeRankDivergenceError: Ranks disagree; the same text on all of them.
 
-    Collective: construction and forward, in the same order on all ranks. Graph-safe: no (CPU engine).
+    Collective: construction and forward, in the same order on all ranks. Graph-safe: forward, on the CUDA engine, after
+    one eager forward per bucket; no on the CPU engine.
     Source: docs/architecture.md, requirements R1-R7.
     """
 
@@ -57,7 +58,7 @@ class MegaMoELayer:
         verdict = judge(config, comm.size)
         if not verdict.is_eligible:
             raise MegaMoeConfigError(f"rank {comm.rank}: this layer cannot run here: {verdict.describe()}")
-        choice = choose_engine(config.engine)
+        choice = choose_engine(config.engine, comm.size)
         self.ladder = BucketLadder.for_cap(config.max_tokens_per_rank)
         facts = {
             **config.model_dump(),
@@ -68,7 +69,7 @@ class MegaMoELayer:
         facts.pop("timeout_s")  # the one field in which ranks may differ
         require_rank_identical(facts, comm, config.timeout_s)
         self.table = RegionTable(Geometry.from_config(config, comm.size))
-        self._engine = build_engine(choice, config, self.table, comm)
+        self._engine = build_engine(choice, config, self.table, self.ladder, comm)
         num_local = self.table.geometry.num_local_experts
         shape = LayerShape(config.hidden_size, config.intermediate_size, config.num_experts, config.top_k)
         self.weights = WeightStore(
@@ -85,6 +86,11 @@ class MegaMoELayer:
     def engine_name(self) -> str:
         """Name of the engine that runs this layer."""
         return self._engine.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where forward expects its inputs and leaves its output."""
+        return self._engine.device
 
     @property
     def activation_mode(self) -> ActivationMode:
@@ -152,7 +158,7 @@ class MegaMoELayer:
         self.weights.require_ready()
         self._validate_inputs(x, topk_ids, topk_weights)
         bucket = self._select_bucket(x.shape[0], max_tokens_over_ranks)
-        return self._engine.forward(x.contiguous(), topk_ids.to(torch.int64), topk_weights, bucket)
+        return self._engine.forward(x.contiguous(), topk_ids, topk_weights, bucket)
 
     __call__ = forward
 
@@ -203,5 +209,7 @@ class MegaMoELayer:
                 allowed = " or ".join(str(d) for d in dtypes)
                 raise MegaMoeConfigError(f"{where}{name} has dtype {tensor.dtype}, expected {allowed}")
         devices = {str(t.device) for t in (x, topk_ids, topk_weights)}
-        if len(devices) > 1:
-            raise MegaMoeConfigError(f"{where}inputs are on different devices: {', '.join(sorted(devices))}")
+        if devices != {str(self.device)}:
+            raise MegaMoeConfigError(
+                f"{where}inputs are on {', '.join(sorted(devices))}, engine '{self.engine_name}' expects {self.device}"
+            )

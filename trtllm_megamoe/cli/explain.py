@@ -152,7 +152,7 @@ def make_plan(model: ModelShape, ep_size: int, config: MegaMoeConfig) -> Plan:
     return Plan(
         model=model,
         config=config,
-        engine=choose_engine(config.engine),
+        engine=choose_engine(config.engine, ep_size),
         regions=RegionTable(Geometry.from_config(config, ep_size)),
         layer_weight_bytes=ModuleSpec(shape, 0, config.num_experts // ep_size).source_bytes,
     )

@@ -171,7 +171,7 @@ def prepare(
         top_k=shape.top_k,
         **(defaults | {name: value for name, value in options.items() if value is not None}),
     )
-    choose_engine(config.engine)
+    choose_engine(config.engine, ep_size)
     verdict = judge(config, ep_size)
     if not verdict.is_eligible:
         raise MegaMoeConfigError(f"layer {layer} of {checkpoint} cannot run on {ep_size} ranks: {verdict.describe()}")
@@ -192,9 +192,7 @@ def prepare(
     return case, given
 
 
-def forward_case(
-    case: RunCase, given: LayerInput, comm: Communicator, show_progress: bool = False
-) -> Forwarded | None:
+def forward_case(case: RunCase, given: LayerInput, comm: Communicator, show_progress: bool = False) -> Forwarded | None:
     """Run one case on this rank of `comm` and gather the whole output on rank 0; None on the others.
 
     A fault of the weights is raised with the same text on every rank, whichever rank saw it.
@@ -209,7 +207,8 @@ def forward_case(
         share = deal(given.num_tokens, comm.size)[comm.rank]
         largest_share = math.ceil(given.num_tokens / comm.size)
         started = time.perf_counter()
-        out = layer.forward(given.x[share], given.topk_ids[share], given.topk_weights[share], largest_share)
+        x, ids, weights = (t[share].to(layer.device) for t in (given.x, given.topk_ids, given.topk_weights))
+        out = layer.forward(x, ids, weights, largest_share).cpu()
         forward_s = time.perf_counter() - started
         facts = comm.allgather((out, layer.saturation, load_s, forward_s), timeout_s)
         if comm.rank != 0:

@@ -52,7 +52,9 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
-        """Run one launch: x (T, H) bf16, topk_ids (T, K) int64, topk_weights (T, K) fp32 -> (T, H) bf16. Collective.
+        """Run one launch on every rank: x (T, H) bf16, topk_ids (T, K) int32 or int64, topk_weights (T, K) fp32.
+
+        Returns (T, H) bf16.
 
         `bucket` is the capacity from the layer's ladder that holds every rank's T; it may choose a configuration, never
         the work.

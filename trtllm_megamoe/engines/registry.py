@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.config import EngineName, MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine
+from trtllm_megamoe.engines.cuda.availability import why_not
 from trtllm_megamoe.errors import MegaMoeUnavailableError
 from trtllm_megamoe.regions import RegionTable
 
@@ -20,23 +22,32 @@ class EngineChoice:
     reason: str
 
 
-def choose_engine(requested: EngineName) -> EngineChoice:
+def choose_engine(requested: EngineName, ep_size: int) -> EngineChoice:
     """Resolve an engine request. A named engine that cannot run is an error, never another engine (pitfall B30).
 
     Raises:
-        MegaMoeUnavailableError: `cuda` was asked for and no CUDA engine can run here.
+        MegaMoeUnavailableError: `cuda` was asked for and cannot run this layer here.
     """
-    if requested == "cuda":
-        raise MegaMoeUnavailableError(
-            "engine 'cuda' was asked for, but this version has no CUDA engine yet; allowed here: cpu, auto"
-        )
     if requested == "cpu":
         return EngineChoice("cpu", "asked for")
-    return EngineChoice("cpu", "auto: the CPU engine is the only one this version has")
+    obstacle = why_not(ep_size)
+    if requested == "cuda":
+        if obstacle is not None:
+            raise MegaMoeUnavailableError(f"engine 'cuda' was asked for, but {obstacle}; allowed here: cpu, auto")
+        return EngineChoice("cuda", "asked for")
+    if obstacle is not None:
+        return EngineChoice("cpu", f"auto: not cuda, because {obstacle}")
+    return EngineChoice("cuda", "auto: a Hopper GPU is visible")
 
 
-def build_engine(choice: EngineChoice, config: MegaMoeConfig, table: RegionTable, comm: Communicator) -> Engine:
+def build_engine(
+    choice: EngineChoice, config: MegaMoeConfig, table: RegionTable, ladder: BucketLadder, comm: Communicator
+) -> Engine:
     """Construct the chosen engine. Collective."""
+    if choice.name == "cuda":
+        from trtllm_megamoe.engines.cuda.engine import CudaEngine
+
+        return CudaEngine(config, table, ladder, comm.rank)
     from trtllm_megamoe.engines.cpu.engine import CpuEngine
 
     return CpuEngine(config, table, comm)

@@ -98,6 +98,7 @@ class CpuEngine(Engine):
         epoch = int(self._local["epoch"][0]) + 1
         try:
             self._stage(x, topk_weights)
+            topk_ids = topk_ids.long()
             self._publish(topk_ids, epoch)
             experts = self._pull(epoch)
             for pooled in experts:

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA engine on one GPU: workspace from the region table, one kernel launch per forward.
+
+The kernel does everything between `x` and the output (`vendored_kernels/sm90/kernel.py`); this module owns memory and
+addresses. A forward synchronises nothing, copies nothing to the host and allocates only its output: it can be captured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from trtllm_megamoe.buckets import BucketLadder
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.engines.base import Engine, SaturationReport
+from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError
+from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.kernels import hopper
+from trtllm_megamoe.regions import RegionTable, Space
+from trtllm_megamoe.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+_DECODE_FACTOR = 2.0**14
+"""Weights decode to code * scale * 2^-14 (an exact f16 value); the epilogue's factor takes it back."""
+
+_ERROR_WORDS = 8
+
+
+class CudaEngine(Engine):
+    """See the module docstring. Graph-safe after the first forward of each bucket (which loads the GPU code)."""
+
+    name = "cuda"
+    layout = "sm90"
+
+    def __init__(self, config: MegaMoeConfig, table: RegionTable, ladder: BucketLadder, rank: int) -> None:
+        self._config, self._table, self._ladder, self._rank = config, table, ladder, rank
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._spaces = {space: self._allocate(space) for space in ("shared", "local")}
+        # the host reads it between launches without waiting for the device
+        self._error = torch.zeros(_ERROR_WORDS, dtype=torch.int64, pin_memory=True)
+        # T lives in device memory: entry t of this table is t, so no launch has to write it first
+        self._token_counts = torch.arange(config.max_tokens_per_rank + 1, dtype=torch.int32, device=self.device)
+        self._scales: torch.Tensor | None = None
+        self._launches: dict[int, Callable[..., None]] = {}
+        self._mode: ActivationMode | None = None
+
+    def bind(self, weights: WeightStore) -> None:
+        mode = weights.activation_mode
+        assert mode is not None  # a loaded store has one
+        scales = self._scale_rows(weights, mode)
+        if self._scales is None:
+            self._scales = scales
+            self._mode = mode
+            self._launches = self._build_launches(weights, mode)
+        else:
+            self._scales.copy_(scales)  # same address: captured graphs read it
+
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
+        self._raise_if_failed()
+        if self._scales is None:
+            raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
+        self.last_bucket = bucket
+        topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+        out = torch.empty_like(x)
+        self._launches[bucket](
+            x=x.data_ptr(),
+            ids=topk_ids.data_ptr(),
+            route_weights=topk_weights.data_ptr(),
+            num_tokens=self._token_counts.data_ptr() + 4 * x.shape[0],
+            y=out.data_ptr(),
+            ids_are_64=int(topk_ids.dtype == torch.int64),
+        )
+        return out
+
+    def saturation(self) -> SaturationReport:
+        """The kernel does not count saturated blocks; use the CPU engine or `verify-checkpoint` for that."""
+        return SaturationReport()
+
+    def close(self) -> None:
+        self._launches.clear()
+        self._spaces.clear()
+
+    def _allocate(self, space: Space) -> torch.Tensor:
+        memory = torch.empty(self._table.total_bytes(space), dtype=torch.uint8, device=self.device)
+        for region in self._table.regions(space):
+            if region.zero_at_start:
+                memory[region.offset_bytes : region.end_bytes].zero_()
+        return memory
+
+    def _address(self, name: str) -> int:
+        region = self._table[name]
+        return self._spaces[region.space].data_ptr() + region.offset_bytes
+
+    def _scale_rows(self, weights: WeightStore, mode: ActivationMode) -> torch.Tensor:
+        """(L + 1, 4) fp32: {gate, up, down factors, fc1 output's factor} per expert; the last row starts with qs1."""
+        alphas, num_local = weights.alphas, weights.spec.num_local_experts
+        rows = torch.zeros(num_local + 1, 4, dtype=torch.float32, device=self.device)
+        rows[:num_local, :2] = alphas["fc1_alpha"] * _DECODE_FACTOR
+        rows[:num_local, 2] = alphas["fc2_alpha"] * _DECODE_FACTOR
+        rows[:num_local, 3] = alphas["fc1_norm_const"]
+        if mode is ActivationMode.NVFP4:
+            assert weights.scales.input_global is not None
+            rows[num_local, 0] = torch.reciprocal(torch.tensor(weights.scales.input_global, dtype=torch.float32))
+        return rows
+
+    def _build_launches(self, weights: WeightStore, mode: ActivationMode) -> dict[int, Callable[..., None]]:
+        assert self._scales is not None
+        packed = weights.packed
+        addresses = {
+            "w1": packed["fc1_records"].data_ptr(),
+            "w2": packed["fc2_records"].data_ptr(),
+            "scales": self._scales.data_ptr(),
+            "pool": self._address("pool"),
+            "row_scale": self._address("pool_row_scale"),
+            "row_weight": self._address("pool_weight"),
+            "row_meta": self._address("pool_meta"),
+            "route_rows": self._address("route_rows"),
+            "h": self._address("fc1_out"),
+            "results": self._address("result_data"),
+            "result_scales": self._address("result_scales"),
+            "counters": self._address("launch_counters"),
+            "ready": self._address("fc1_ready"),
+            "epoch": self._address("epoch"),
+            "error": self._error.data_ptr(),
+            "abort": self._address("abort"),
+            "timeout_ns": int(self._config.timeout_s * 1e9),
+            "pool_rows": self._table.geometry.max_pool_rows,
+            "ready_words": self._table.geometry.max_token_blocks,
+        }
+        spec = hopper.layer_spec(self._config, 1, mode)
+        return hopper.load_launches(spec, self._ladder, self._num_sms, self._spaces["local"][:256], addresses)
+
+    def _raise_if_failed(self) -> None:
+        """The kernel writes its error record to host memory; an earlier launch's failure surfaces here."""
+        if int(self._error[0]) == 0:
+            return
+        _, rank, site, index, epoch, expected, seen, _ = self._error.tolist()
+        raise MegaMoeTimeoutError(
+            f"rank {rank}: waited {self._config.timeout_s:g} s at {hopper.describe_site(site, index)} in launch "
+            f"{epoch + 1}: expected {expected}, seen {seen}. Its result is not valid; build the layer anew"
+        )

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of one layer on Hopper: a tile configuration per bucket, objects from the cache or compiled into it.
+
+Used by the `compile` command (no GPU) and by the CUDA engine. A process with a filled cache needs no DSL, no compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from trtllm_megamoe.buckets import BucketLadder
+from trtllm_megamoe.cache.entry import Entry
+from trtllm_megamoe.cache.keys import ObjectKey
+from trtllm_megamoe.cache.store import ObjectCache
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
+from trtllm_megamoe.formats import ActivationMode, ScorePlacement
+from vendored_kernels import registry
+from vendored_kernels.launch import Launch
+from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile, fc1_lag
+from vendored_kernels.sm90.sites import SITE_NAMES
+
+logger = logging.getLogger(__name__)
+
+ARCH = "sm_90a"
+
+Progress = Callable[[str, str], None]
+"""Called with (kernel name, "cached" or "compiled") per kernel."""
+
+
+def layer_spec(config: MegaMoeConfig, ep_size: int, mode: ActivationMode) -> LayerSpec:
+    """The facts of a layer that are compiled into its kernels.
+
+    Raises:
+        MegaMoeConfigError: The kernel does not support the layer; the text names the rule.
+    """
+    spec = LayerSpec(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_local_experts=config.num_experts // ep_size,
+        top_k=config.top_k,
+        activation_mode=mode.value,
+        combine_format=config.combine_format.value,
+        weigh_before_requant=config.score_placement is ScorePlacement.BEFORE_REQUANT,
+        swiglu_limit=config.swiglu_limit,
+        swiglu_alpha=config.swiglu_alpha,
+        swiglu_beta=config.swiglu_beta,
+    )
+    try:
+        spec.check()
+    except KernelConfigError as err:
+        raise MegaMoeConfigError(str(err)) from None
+    return spec
+
+
+def tiles_of_ladder(spec: LayerSpec, ladder: BucketLadder, num_sms: int) -> dict[int, TileConfig]:
+    """Bucket -> tile configuration; several buckets may share one."""
+    return {rung: choose_tile(spec, rung, num_sms) for rung in ladder.rungs}
+
+
+def load_launches(
+    spec: LayerSpec,
+    ladder: BucketLadder,
+    num_sms: int,
+    anchor: torch.Tensor,
+    addresses: Mapping[str, int],
+    cache: ObjectCache | None = None,
+) -> dict[int, Callable[..., None]]:
+    """Bucket -> launch with its fixed arguments bound; objects come from the cache, missing ones are compiled first.
+
+    Args:
+        spec: See :func:`layer_spec`.
+        ladder: The layer's buckets.
+        num_sms: Multiprocessors; the grid is as large, every CTA must be resident.
+        anchor: Any tensor of the device.
+        addresses: Values of `vendored_kernels.launch` arguments that do not change between launches.
+        cache: Object cache; None takes the user's.
+
+    Raises:
+        MegaMoeUnavailableError: As :func:`obtain`.
+    """
+    tiles = tiles_of_ladder(spec, ladder, num_sms)
+    directories = obtain(spec, tiles.values(), cache if cache is not None else ObjectCache())
+    by_tile: dict[str, Launch] = {}
+    for tile in tiles.values():
+        if tile.name not in by_tile:
+            kernel = KernelConfig(spec, tile)
+            numbers = {"expected_ctas": num_sms, "grid": num_sms, "lag": fc1_lag(spec, tile, num_sms)}
+            function = registry.load_kernel(kernel, ARCH, directories[tile.name])
+            by_tile[tile.name] = Launch(function, anchor, {**addresses, **numbers})
+    return {bucket: by_tile[tile.name] for bucket, tile in tiles.items()}
+
+
+def describe_site(site: int, index: int) -> str:
+    """What an error record's site and index mean, for people."""
+    return f"{SITE_NAMES.get(site, f'site {site}')} {index}"
+
+
+def obtain(
+    spec: LayerSpec, tiles: Iterable[TileConfig], cache: ObjectCache, progress: Progress | None = None
+) -> dict[str, Path]:
+    """Directories that hold the objects of these tiles, by tile name; what the cache lacks is compiled first.
+
+    Raises:
+        MegaMoeUnavailableError: An object is missing and cannot be compiled here; the text says how to get it.
+    """
+    found: dict[str, Path] = {}
+    for tile in tiles:
+        if tile.name in found:
+            continue
+        kernel = KernelConfig(spec, tile)
+        entry, state = _get_or_compile(kernel, cache)
+        found[tile.name] = entry.directory
+        if progress is not None:
+            progress(kernel_name(kernel), state)
+    return found
+
+
+def kernel_name(kernel: KernelConfig) -> str:
+    """What people call one kernel in lists and logs."""
+    layer = kernel.layer
+    return (
+        f"{ARCH}-{kernel.tile.name}-h{layer.hidden_size}-i{layer.intermediate_size}-e{layer.num_local_experts}"
+        f"-k{layer.top_k}-{layer.activation_mode}-{layer.combine_format}"
+    )
+
+
+def _get_or_compile(kernel: KernelConfig, cache: ObjectCache) -> tuple[Entry, str]:
+    from vendored_kernels.compile import KernelCompileError, compile_kernels
+
+    facts = kernel.facts()
+    key = ObjectKey(
+        name=kernel_name(kernel),
+        sources=registry.source_digest(),
+        dsl_version=registry.DSL_VERSION,
+        arch=ARCH,
+        geometry=facts["layer"],
+        tactic=facts["tile"],
+    )
+    entry = cache.get(key)
+    if entry is not None:
+        return entry, "cached"
+
+    def build(directory: Path) -> None:
+        compile_kernels(ARCH, kernel.layer, [kernel.tile.name], directory)
+
+    try:
+        return cache.get_or_build(key, build), "compiled"
+    except KernelCompileError as err:
+        raise MegaMoeUnavailableError(
+            f"kernel {key.name} is not in {cache.root} and cannot be compiled here: {err}. "
+            "Build it elsewhere (python -m trtllm_megamoe compile, no GPU needed) and bring it over with "
+            "`cache export` and `cache import`"
+        ) from err
