@@ -109,7 +109,11 @@ def test_mpirun_command_starts_ranks_that_detect_themselves() -> None:
     program = "from trtllm_megamoe.comm.launch import detect; l = detect(); print('saw', l.launcher, l.rank, l.size)"
     done = subprocess.run(
         mpirun_command(3, ["-c", program]),
-        env=mpirun_environment(3), capture_output=True, text=True, timeout=60, check=False,
+        env=mpirun_environment(3),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("saw")) == [
