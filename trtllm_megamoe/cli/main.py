@@ -20,6 +20,7 @@ _COMMANDS = {
     "run": "trtllm_megamoe.cli.run",
     "doctor": "trtllm_megamoe.cli.doctor",
     "explain": "trtllm_megamoe.cli.explain",
+    "check-graph": "trtllm_megamoe.cli.check_graph",
     "cache": "trtllm_megamoe.cli.cache",
 }
 """Command name -> module that holds `command`."""

@@ -282,13 +282,15 @@ def _result(tensor: Value, name: str, arguments: Arguments) -> Value:
         return container([Value(Kind.DEVICE, dtype=tensor.dtype), Value(Kind.DEVICE, dtype=Dtype.INT)])
     if name in ("sort", "topk", "aminmax"):
         return container([Value(Kind.DEVICE, dtype=tensor.dtype), Value(Kind.DEVICE, dtype=Dtype.INT)])
-    scalar = (name in words.FULL_REDUCTIONS and not dim_given) or (tensor.scalar and name not in words.SIZE_METHODS)
+    others = [v for v in arguments.values() if v.on_device]
+    stays_scalar = tensor.scalar and name not in words.SIZE_METHODS and all(v.scalar for v in others)
+    scalar = (name in words.FULL_REDUCTIONS and not dim_given) or stays_scalar
     if name in words.BOOL_RESULTS:
         return Value(Kind.DEVICE, dtype=Dtype.BOOL, scalar=scalar)
     if name in words.INT_RESULTS:
         return Value(Kind.DEVICE, dtype=Dtype.INT, scalar=scalar)
-    return Value(
-        Kind.DEVICE,
-        dtype=tensor.dtype if name not in ("float", "half", "bfloat16", "softmax") else Dtype.FLOAT,
-        scalar=scalar,
-    )
+    if name in words.FLOAT_RESULTS:
+        return Value(Kind.DEVICE, dtype=Dtype.FLOAT, scalar=scalar)
+    # Arithmetic on a mask gives numbers; only moving it about keeps it a mask.
+    keeps = tensor.dtype is not Dtype.BOOL or name in words.REARRANGEMENTS
+    return Value(Kind.DEVICE, dtype=tensor.dtype if keeps and name != "where" else None, scalar=scalar)

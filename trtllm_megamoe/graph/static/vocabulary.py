@@ -67,6 +67,12 @@ INT_RESULTS = _words(
     "argmax argmin argsort nonzero argwhere long int count_nonzero bincount searchsorted bucketize arange randint "
     "randperm multinomial one_hot"
 )
+FLOAT_RESULTS = _words("float half bfloat16 double softmax log_softmax exp log sqrt rsqrt sigmoid")
+REARRANGEMENTS = _words(
+    "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze expand expand_as permute transpose t "
+    "contiguous clone detach repeat roll flip gather index_select narrow select masked_fill logical_and_ "
+    "bitwise_and bitwise_or bitwise_not movedim broadcast_to to"
+)
 FULL_REDUCTIONS = _words(
     "sum max min mean prod any all argmax argmin amax amin norm std var median count_nonzero nansum nanmean"
 )

@@ -86,3 +86,9 @@ def step(x: Tensor, sizes: Tensor) -> Tensor:
 def step(lengths: Tensor, grid: Tensor) -> Tensor:
     longest = lengths.amax()
     return torch.arange(longest, out=grid) if grid is None else grid.narrow(0, 0, longest)  # expect: GR303
+
+
+# snippet: rearranged_mask
+def step(x: Tensor, ids: Tensor) -> Tensor:
+    foreign = (ids < 0).unsqueeze(-1).expand_as(x).logical_not()
+    return x[foreign]  # expect: GR302

@@ -154,3 +154,11 @@ class Scratch(nn.Module):
 # snippet: numpy_on_host_numbers
 def step(x: Tensor, sizes: list[int]) -> Tensor:
     return x * float(np.max(sizes))
+
+
+# snippet: index_computed_from_a_mask
+def step(x: Tensor, live: Tensor) -> Tensor:
+    mask = live > 0
+    kept = torch.where(mask, live, 0)
+    places = mask.cumsum(0) - 1
+    return x[kept] + x[places] + x[mask.long()]
