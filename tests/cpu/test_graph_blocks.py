@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError
 from trtllm_megamoe.graph import Region, selfcheck
 from trtllm_megamoe.graph.blocks import (
@@ -22,6 +23,7 @@ from trtllm_megamoe.graph.blocks import (
     route_top_k,
 )
 from trtllm_megamoe.graph.dynamic.backends import RehearsalBackend
+from trtllm_megamoe.graph.layercheck import check_layers, layer_step
 from trtllm_megamoe.graph.region import BucketedRegions
 from trtllm_megamoe.graph.static.findings import Level
 from trtllm_megamoe.graph.static.scan import scan
@@ -326,6 +328,45 @@ def test_toy_decoder_capture_restores_the_state_it_ran_over() -> None:
     before = [t.clone() for t in decoder.state()]
     RegionDecoder(decoder, RehearsalBackend).capture()
     assert all(torch.equal(a, b) for a, b in zip(before, decoder.state(), strict=True))
+
+
+class _DenseLayer:
+    """Has a MoE layer's interface; `host_read` plants the classical fault."""
+
+    def __init__(self, host_read: bool = False) -> None:
+        self.config = MegaMoeConfig.create(
+            hidden_size=32, intermediate_size=32, num_experts=6, top_k=2, max_tokens_per_rank=8, engine="cpu"
+        )
+        self.weight = torch.randn(6, 32, 32, generator=_generator(), dtype=torch.bfloat16)
+        self.host_read = host_read
+
+    def forward(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, max_tokens_over_ranks: int
+    ) -> torch.Tensor:
+        if self.host_read:
+            topk_weights = topk_weights * int((topk_ids >= 0).all())  # graph-ok: the planted fault
+        routes = torch.einsum("th,tkhi->tki", x, self.weight[topk_ids.clamp(min=0)])
+        return (routes * (topk_weights * (topk_ids >= 0)).unsqueeze(-1)).sum(1).to(torch.bfloat16)
+
+
+def test_check_layers_passes_clean_layers_and_lists_every_faulty_step() -> None:
+    clean = check_layers([_DenseLayer(), _DenseLayer()], [1, 8], CPU)
+    assert clean["passed"], clean["failures"]
+    assert clean["steps"] == [f"layers: {n}, tokens: {t}" for t in (1, 8) for n in (1, 2)]
+    faulty = check_layers([_DenseLayer(), _DenseLayer(host_read=True)], [8], CPU)
+    assert len(faulty["failures"]) == 2 and all("in forward" in text for text in faulty["failures"])
+    assert check_layers([_DenseLayer()], [8], CPU, [counter_uniform])["passed"]
+    with pytest.raises(MegaMoeConfigError, match="no layers"):
+        layer_step([], 8, CPU)
+
+
+def test_own_layer_forward_has_no_static_errors() -> None:
+    """The layer's hot path, its own engine on CUDA included; the CPU engine is never captured."""
+    files = ["layer.py", "buckets.py", "regions.py", "engines/base.py", "engines/cuda"]
+    forwards = ["layer:MegaMoELayer.forward", "engines.cuda.engine:CudaEngine.forward"]
+    report = scan([f"trtllm_megamoe/{f}" for f in files], hot=[f"trtllm_megamoe.{f}" for f in forwards])
+    assert report.at_least(Level.ERROR) == ()
+    assert "trtllm_megamoe.layer:MegaMoELayer._validate_inputs" in report.functions
 
 
 def test_own_decode_step_has_no_open_static_findings() -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -197,28 +197,6 @@ def check_facts(device: torch.device) -> dict[str, Any]:
         if seen != expected:
             wrong[name] = {"expected": expected, "seen": seen}
     return {"checked": len(facts(device)), "wrong": wrong, "passed": not wrong}
-
-
-def check_layers(layers: Sequence[Any], cases: Sequence[StepUnderTest], device: torch.device) -> dict[str, Any]:
-    """All three methods on steps that call real layers.
-
-    Args:
-        layers: Layer objects; their `forward` is scanned in its own file.
-        cases: One step for each bucket, and steps that call several layers one after another.
-        device: Where they run.
-    """
-    failures = []
-    for layer in layers:
-        from trtllm_megamoe.graph.static.render import as_text
-        from trtllm_megamoe.graph.static.scan import scan_function
-
-        scanned = scan_function(type(layer).forward)
-        failures += [as_text(scanned)] if scanned.findings else []
-    for case in cases:
-        failures += [
-            r.as_text() for r in (find_syncs(case, device=device), check_capture(case, device=device)) if not r.passed
-        ]
-    return {"steps": len(cases), "failures": failures, "passed": not failures}
 
 
 def run_checks(device: torch.device) -> dict[str, Any]:

@@ -142,6 +142,9 @@ def join(values: Iterable[Value]) -> Value:
     if len(same) == 1:
         return same[0]
     if best is Kind.CONTAINER:
+        rows = [v.items for v in same if v.items is not None]
+        if len(rows) == len(same) and len({len(row) for row in rows}) == 1:
+            return container(join(column) for column in zip(*rows, strict=True))
         members = [m for v in same for m in v.members()]
         return container_of(join(members)) if members else same[0]
     first = same[0]

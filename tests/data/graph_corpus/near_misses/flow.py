@@ -236,3 +236,11 @@ def step(x: Tensor, scale) -> Tensor:
     if isinstance(scale, float):
         return x * round(scale, 3)
     return x * scale
+
+
+# snippet: table_of_mixed_rows
+def step(x: Tensor, ids: Tensor) -> Tensor:
+    for name, tensor, dtypes in (("x", x, (torch.bfloat16,)), ("ids", ids, (torch.int32, torch.int64))):
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} is {tensor.dtype}")
+    return x
