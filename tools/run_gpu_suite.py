@@ -1,35 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
-Parts: correctness, determinism, graph, faults, sanitizer, bench. `--compile` builds the kernels that the parts need (no
-GPU needed), so that a machine with a GPU needs neither the DSL nor a compiler.
+Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench. With `--compile` it builds the kernels that
+the parts need instead (no GPU needed), so that a machine with a GPU needs neither the DSL nor a C compiler.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import platform
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+PARTS = ("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench")
 
 
 def main() -> int:
     """Run the named parts; exit code 1 when any check fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+")
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--cache", type=Path, required=True, help="directory of compiled kernels")
     parser.add_argument("--out", type=Path, help="JSON report")
+    parser.add_argument("--compile", action="store_true", help="build the kernels, run nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="with --compile: kernels at a time")
     parser.add_argument("--only", default="", help="correctness: cases whose name contains this")
+    parser.add_argument("--routings", default="", help="correctness: only these routings")
     parser.add_argument("--shapes", default="v4-pro,dsv3,qwen3-235b", help="bench: shapes")
     parser.add_argument("--modes", default="bf16,nvfp4", help="bench: activation modes")
     parser.add_argument("--points", default="uniform:1,uniform:16,uniform:64,uniform:256,uniform:1024", help="bench")
     parser.add_argument("--tiles", default="", help="bench: tile configurations instead of the chosen one")
     arguments = parser.parse_args()
+    if arguments.compile:
+        return compile_needed(arguments)
     failed = 0
-    report = {"command": " ".join(sys.argv)}
+    report: dict[str, Any] = {"command": " ".join(sys.argv), "environment": environment()}
     for part in arguments.parts:
         started = time.time()
         results = []
@@ -37,25 +48,66 @@ def main() -> int:
             results.append(result)
             failed += not result["ok"]
             print(("ok   " if result["ok"] else "FAIL ") + json.dumps(result), flush=True)
-        report[part] = {"seconds": time.time() - started, "results": results}
+        report[part] = {"seconds": round(time.time() - started, 1), "results": results}
         print(f"{part}: {len(results)} results, {failed} failed so far, {time.time() - started:.1f} s", flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if failed else 0
 
 
-def run_part(part, arguments):
+def environment() -> dict[str, Any]:
+    """Where and with what the numbers were made."""
+    import torch
+
+    from vendored_kernels import registry
+
+    return {
+        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(),
+        "sms": torch.cuda.get_device_properties(0).multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "cutlass_dsl": registry.DSL_VERSION,
+        "kernel_sources": registry.source_digest()[:24],
+    }
+
+
+def compile_needed(arguments: argparse.Namespace) -> int:
+    """Fill the cache directory for the named parts."""
+    from tools.gpu_suite.kernels import needed
+    from vendored_kernels.compile import compile_configs
+
+    configs = needed(arguments.parts, arguments.shapes.split(","), arguments.modes.split(","))
+    started = time.time()
+    done: list[str] = []
+
+    def progress(key: str, state: str) -> None:
+        done.append(key)
+        print(f"{len(done)}/{len(configs)} {key} {state} {time.time() - started:.0f} s", flush=True)
+
+    compile_configs("sm_90a", configs, arguments.cache, progress=progress, jobs=arguments.jobs, keep_intermediates=True)
+    return 0
+
+
+def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Results of one part, as they come."""
+    from tools.gpu_suite import bench, correctness, goldens, stability
+
     if part == "correctness":
-        from tools.gpu_suite import correctness
-
-        return correctness.run(arguments.cache, arguments.only)
+        return correctness.run(arguments.cache, arguments.only, arguments.routings)
     if part == "bench":
-        from tools.gpu_suite import bench
-
         points = [(p.split(":")[0], int(p.split(":")[1])) for p in arguments.points.split(",")]
-        return bench.run(arguments.cache, arguments.shapes.split(","), arguments.modes.split(","), points, arguments.tiles)
-    raise SystemExit(f"unknown part {part!r}")
+        shapes, modes = arguments.shapes.split(","), arguments.modes.split(",")
+        return bench.run(arguments.cache, shapes, modes, points, arguments.tiles)
+    if part == "goldens":
+        return goldens.run(arguments.cache)
+    return {
+        "determinism": stability.determinism,
+        "graph": stability.graph,
+        "faults": stability.faults,
+        "sanitizer": stability.sanitizer,
+    }[part](arguments.cache)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,27 @@ def compile_kernels(
         KernelCompileError: DSL or compiler missing, or a kernel failed; finished objects stay.
         KernelConfigError: the layer or a tile configuration is not legal.
     """
-    if arch not in registry.ARCHITECTURES:
-        raise KernelCompileError(f"architecture {arch!r} is not supported; allowed: {', '.join(registry.ARCHITECTURES)}")
     configs = [KernelConfig(layer, TILES[name]) for name in tile_names]
+    return compile_configs(
+        arch, configs, out_dir, progress=progress, jobs=jobs, force=force, keep_intermediates=keep_intermediates
+    )
+
+
+def compile_configs(
+    arch: str,
+    configs: Sequence[KernelConfig],
+    out_dir: Path,
+    *,
+    progress: Callable[[str, str], None] | None = None,
+    jobs: int = 1,
+    force: bool = False,
+    keep_intermediates: bool = False,
+) -> list[Path]:
+    """`compile_kernels` for configurations of any layers."""
+    if arch not in registry.ARCHITECTURES:
+        raise KernelCompileError(
+            f"architecture {arch!r} is not supported; allowed: {', '.join(registry.ARCHITECTURES)}"
+        )
     check_compiler()
 
     def build(config: KernelConfig) -> Path:
@@ -95,7 +113,11 @@ def _run_compiler(config: KernelConfig, arch: str, out_dir: Path, keep: bool) ->
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", "vendored_kernels.compile_one"],
-        input=json.dumps(request), capture_output=True, text=True, env=env, check=False,
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
     )
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])

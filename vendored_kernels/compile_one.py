@@ -28,7 +28,9 @@ def c_compiler() -> list[str]:
     try:
         import ziglang  # noqa: F401
     except ImportError:
-        raise SystemExit("no C compiler to link kernel objects: install gcc or clang, set CC, or pip install ziglang") from None
+        raise SystemExit(
+            "no C compiler to link kernel objects: install gcc or clang, set CC, or pip install ziglang"
+        ) from None
     return [sys.executable, "-m", "ziglang", "cc"]
 
 
@@ -69,8 +71,18 @@ def compile_object(request: dict) -> None:
         (work / "stub.c").write_text(STUB)
         packages = Path(cutlass.__path__[0]).parent.parent
         runtime = packages / "cu13" / "lib" / "libcuda_dialect_runtime_static.a"
-        link = [*c_compiler(), "-shared", "-fPIC", "-s", "-o", str(work / f"{key}.so"), str(work / "kernel.o"),
-                str(work / "stub.c"), str(runtime), "-lstdc++"]
+        link = [
+            *c_compiler(),
+            "-shared",
+            "-fPIC",
+            "-s",
+            "-o",
+            str(work / f"{key}.so"),
+            str(work / "kernel.o"),
+            str(work / "stub.c"),
+            str(runtime),
+            "-lstdc++",
+        ]
         subprocess.run(link, check=True)
         (work / f"{key}.json").write_text(json.dumps(registry.kernel_facts(config, request["arch"]), indent=1) + "\n")
         if request["keep"]:

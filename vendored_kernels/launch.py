@@ -10,13 +10,34 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 ADDRESSES = (
-    "w1", "w2", "scales", "x", "ids", "route_weights", "num_tokens", "y", "pool", "row_scale", "row_weight", "row_meta",
-    "route_rows", "h", "results", "result_scales", "counters", "ready", "epoch", "error", "abort", "timeout_ns",
+    "w1",
+    "w2",
+    "scales",
+    "x",
+    "ids",
+    "route_weights",
+    "num_tokens",
+    "y",
+    "pool",
+    "row_scale",
+    "row_weight",
+    "row_meta",
+    "route_rows",
+    "h",
+    "results",
+    "result_scales",
+    "counters",
+    "ready",
+    "epoch",
+    "error",
+    "abort",
+    "timeout_ns",
 )
 """64-bit arguments: addresses (operands in `sm90/kernel.py`) and the timeout in nanoseconds."""
 
-NUMBERS = ("pool_rows", "ready_words", "ids_are_64", "expected_ctas", "lag", "grid")
-"""32-bit arguments: pool capacity, ready counters per bank, 1 for int64 ids, CTAs that stage, fc1 lag, CTAs."""
+NUMBERS = ("pool_rows", "ready_words", "ids_are_64", "fault_ctas", "lag", "grid")
+"""32-bit arguments: pool capacity, ready counters per bank, 1 for int64 ids, CTAs that never stage
+(0; a test's way to a timeout), fc1 lag, CTAs."""
 
 COUNTER_WORDS = 96
 """u32 words of the launch counters (zero before the first launch)."""

@@ -22,7 +22,7 @@ _KIND = {"r": _I32, "l": _I64, "f": _F32}
 
 
 def _op(text, ins, outs, args, *, volatile, loc, ip, early=False):
-    """Inline assembly: `ins`/`outs` are constraint letters (r i32, l i64, f f32), operands are numbered outputs first."""
+    """Inline assembly: `ins`/`outs` are constraint letters (r i32, l i64, f f32); outputs are numbered first."""
     values = [_KIND[c][0](a).ir_value(loc=loc, ip=ip) for c, a in zip(ins, args, strict=True)]
     mark = "=&" if early else "="
     constraints = [mark + c for c in outs] + list(ins) + (["~{memory}"] if volatile else [])
@@ -47,9 +47,7 @@ def _op(text, ins, outs, args, *, volatile, loc, ip, early=False):
         return None
     if len(outs) == 1:
         return _KIND[outs[0]][0](res)
-    return tuple(
-        _KIND[c][0](llvm.extractvalue(_KIND[c][1](), res, [i], loc=loc, ip=ip)) for i, c in enumerate(outs)
-    )
+    return tuple(_KIND[c][0](llvm.extractvalue(_KIND[c][1](), res, [i], loc=loc, ip=ip)) for i, c in enumerate(outs))
 
 
 def _memory_op(text, ins, outs="", *, early=False):
@@ -168,7 +166,9 @@ pack_f16_saturating = _pure_op(
     "r",
 )
 clamp_above = _pure_op("min.NaN.f32 $0, $1, $2;", "ff", "f")
-clamp_both = _pure_op("{.reg .f32 n; neg.f32 n, $2; min.NaN.f32 n, $1, $2; neg.f32 $0, $2; max.NaN.f32 $0, n, $0;}", "ff", "f", early=True)
+clamp_both = _pure_op(
+    "{.reg .f32 n; neg.f32 n, $2; min.NaN.f32 n, $1, $2; neg.f32 $0, $2; max.NaN.f32 $0, n, $0;}", "ff", "f", early=True
+)
 
 
 def f32_bits(value: float) -> str:
@@ -208,9 +208,7 @@ def make_swiglu(alpha: float, beta: float):
 @dsl_user_op
 def abs_max8(values, *, loc=None, ip=None):
     """max |v| of 8 floats, NaN if one is NaN."""
-    text = "{.reg .f32 a, b; abs.f32 a, $1; " + "".join(
-        f"abs.f32 b, ${i}; max.NaN.f32 a, a, b; " for i in range(2, 9)
-    )
+    text = "{.reg .f32 a, b; abs.f32 a, $1; " + "".join(f"abs.f32 b, ${i}; max.NaN.f32 a, a, b; " for i in range(2, 9))
     return _op(text + "mov.f32 $0, a;}", "f" * 8, "f", values, volatile=False, loc=loc, ip=ip)
 
 
@@ -266,9 +264,7 @@ e2m1_pair_values = _pure_op(
     "ff",
     early=True,
 )
-e4m3_pair_codes = _pure_op(
-    "{.reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h;}", "ff", "r"
-)
+e4m3_pair_codes = _pure_op("{.reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h;}", "ff", "r")
 e4m3_pair_values = _pure_op(
     "{.reg .b16 c, h, l; .reg .b32 w; cvt.u16.u32 c, $2; cvt.rn.f16x2.e4m3x2 w, c; mov.b32 {l, h}, w; "
     "cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",

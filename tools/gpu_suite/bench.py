@@ -16,7 +16,8 @@ import torch
 
 from tools.gpu_suite import cases
 from tools.gpu_suite.layer import GpuLayer
-from vendored_kernels.sm90.config import RECORD_BYTES, LayerSpec, choose_tile
+from vendored_kernels.registry import object_path
+from vendored_kernels.sm90.config import RECORD_BYTES, TILES, KernelConfig, LayerSpec, choose_tile
 
 SHAPES = {
     # name: (hidden, intermediate, local experts, top_k, limit, weigh before requant)
@@ -36,7 +37,10 @@ def spec_of(shape: str, mode: str) -> LayerSpec:
 def random_records(spec: LayerSpec) -> dict[str, torch.Tensor]:
     """Packed records of random codes with scales 0.25 .. 4: legal bytes, no packing time."""
     packed = {}
-    for name, rows, steps in (("fc1_records", spec.fc1_records, spec.fc1_steps), ("fc2_records", spec.fc2_records, spec.fc2_steps)):
+    for name, rows, steps in (
+        ("fc1_records", spec.fc1_records, spec.fc1_steps),
+        ("fc2_records", spec.fc2_records, spec.fc2_steps),
+    ):
         buffer = torch.empty(spec.num_local_experts, rows, steps, RECORD_BYTES, dtype=torch.uint8, device="cuda")
         for e in range(spec.num_local_experts):
             buffer[e].random_(0, 256)
@@ -116,41 +120,42 @@ def route_ids(spec: LayerSpec, routing: str, rows: int) -> torch.Tensor:
         return cases.uniform_ids(e, k, rows)
     if routing == "random":
         return cases.random_ids(e, k, rows)
+    if routing == "masked":  # every id masked: staging without rows, no tiles
+        return torch.full_like(cases.uniform_ids(e, k, rows), -1)
     return cases.ids_from_counts(cases.zipf_counts(e, rows), k, 1)
 
 
-def run(cache_dir: Path, shapes: list[str], modes: list[str], points: list[tuple[str, int]], tiles: str = "") -> Iterator[dict[str, Any]]:
+def run(
+    cache_dir: Path, shapes: list[str], modes: list[str], points: list[tuple[str, int]], tiles: str = ""
+) -> Iterator[dict[str, Any]]:
     """One row per shape, mode, routing and rows per expert (and tile, when `tiles` lists several)."""
     for shape in shapes:
-        packed = None
+        packed = [random_records(spec_of(shape, modes[0])) for _ in range(1 if shape != "qwen3-235b" else 2)]
         for mode in modes:
             spec = spec_of(shape, mode)
-            packed = packed or [random_records(spec) for _ in range(1 if shape != "qwen3-235b" else 2)]
             for routing, rows in points:
                 ids = route_ids(spec, routing, rows)
-                count = ids.shape[0]
-                layers = [GpuLayer(spec, {}, count, cache_dir, packed=p, scales=random_scales(spec)) for p in packed]
-                x = cases.tokens(spec, count, 3)
-                w = cases.weights(spec, ids, 4)
-                y = torch.empty(count, spec.hidden_size, dtype=torch.bfloat16, device="cuda")
-                counts = torch.bincount(ids[(ids >= 0) & (ids < spec.num_local_experts)], minlength=spec.num_local_experts)
-                floor = floor_ms(spec, counts)
-                for layer in layers:
-                    layer.set_tokens(count)
-                for tile in tiles.split(",") if tiles else [choose_tile(spec, count).name]:
-                    try:
-                        layers[0].launch(tile)
-                    except LookupError:
-                        continue
-
-                    def enqueue(i: int, tile: str = tile) -> None:
-                        layers[i % len(layers)].enqueue(tile, x, ids, w, y)
-
-                    row = {"shape": shape, "mode": mode, "routing": routing, "rows": rows, "tile": tile, "tokens": count}
-                    row |= measure(enqueue, floor * 1.2 + 0.01)
-                    row |= {"floor_ms": round(floor, 4), "pct_sol": round(100 * floor / row["sustained_ms"], 1)}
-                    row["ok"] = not any(layer.error_record()["set"] for layer in layers)
-                    yield row
-                del layers, x, w, y
+                names = tiles.split(",") if tiles else [choose_tile(spec, ids.shape[0]).name]
+                for name in names:
+                    if object_path(KernelConfig(spec, TILES[name]), "sm_90a", cache_dir).is_file():
+                        row = {"shape": shape, "mode": mode, "routing": routing, "rows": rows, "tile": name}
+                        yield row | _measure_point(cache_dir, spec, packed, ids, name)
         del packed
         torch.cuda.empty_cache()
+
+
+def _measure_point(
+    cache_dir: Path, spec: LayerSpec, packed: list[dict[str, torch.Tensor]], ids: torch.Tensor, tile: str
+) -> dict[str, Any]:
+    count = ids.shape[0]
+    layers = [GpuLayer(spec, {}, max(count, 1), cache_dir, packed=p, scales=random_scales(spec)) for p in packed]
+    for layer in layers:
+        layer.set_tokens(count)
+    x, w = cases.tokens(spec, count, 3), cases.weights(spec, ids, 4)
+    y = torch.empty(count, spec.hidden_size, dtype=torch.bfloat16, device="cuda")
+    counts = torch.bincount(ids[(ids >= 0) & (ids < spec.num_local_experts)], minlength=spec.num_local_experts)
+    floor = floor_ms(spec, counts)
+    result: dict[str, Any] = {"tokens": count}
+    result |= measure(lambda i: layers[i % len(layers)].enqueue(tile, x, ids, w, y), floor * 1.2 + 0.01)
+    result |= {"floor_ms": round(floor, 4), "pct_sol": round(100 * floor / result["sustained_ms"], 1)}
+    return result | {"ok": not any(layer.error_record()["set"] for layer in layers)}

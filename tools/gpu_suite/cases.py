@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of the suite: random checkpoint tensors on the GPU, heavy-tailed tokens, routings by name or by exact counts."""
+"""Inputs of the suite: random checkpoint tensors on the GPU, heavy-tailed tokens, routings of exact counts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ def generator(seed: int) -> torch.Generator:
 
 
 def random_tensors(spec: LayerSpec, seed: int, *, input_scales: bool = True) -> Tensors:
-    """Canonical tensors of all experts: random codes, log-normal block scales with empty blocks, unequal global scales."""
+    """Canonical tensors of all experts: random codes, log-normal block scales, empty blocks, unequal globals."""
     g = generator(seed)
     h, i = spec.hidden_size, spec.intermediate_size
     tensors: Tensors = {}
     for e in range(spec.num_local_experts):
         for k, (w, rows, columns) in enumerate((("w1", i, h), ("w3", i, h), ("w2", h, i))):
-            tensors[f"{e}.{w}.weight"] = torch.randint(0, 256, (rows, columns // 2), generator=g, device=DEVICE, dtype=torch.uint8)
+            tensors[f"{e}.{w}.weight"] = torch.randint(
+                0, 256, (rows, columns // 2), generator=g, device=DEVICE, dtype=torch.uint8
+            )
             scales = torch.exp2(torch.randn(rows, columns // 16, generator=g, device=DEVICE) * 1.5 + 2).clamp(max=448)
             scales.view(-1)[(e + k) % 61 :: 61] = 0
             tensors[f"{e}.{w}.weight_scale"] = scales.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -43,7 +45,7 @@ def tokens(spec: LayerSpec, count: int, seed: int) -> torch.Tensor:
     x *= torch.exp2(2 * torch.rand(count, 1, generator=g, device=DEVICE) - 1)
     if count > 3:
         x[1] = 0
-        x[2, :: 7] *= 2.0**-20
+        x[2, ::7] *= 2.0**-20
         x[3, 5] = 300.0
     return x.to(torch.bfloat16)
 

@@ -39,9 +39,16 @@ class Case:
 def _preset(name: str, experts: int, mode: str, **options: Any) -> LayerSpec:
     shape = PRESETS[name]
     return LayerSpec(
-        shape.hidden_size, shape.intermediate_size, experts, shape.top_k, mode,
+        shape.hidden_size,
+        shape.intermediate_size,
+        experts,
+        shape.top_k,
+        mode,
         weigh_before_requant=shape.score_placement is ScorePlacement.BEFORE_REQUANT,
-        swiglu_limit=shape.swiglu_limit, swiglu_alpha=shape.swiglu_alpha, swiglu_beta=shape.swiglu_beta, **options,
+        swiglu_limit=shape.swiglu_limit,
+        swiglu_alpha=shape.swiglu_alpha,
+        swiglu_beta=shape.swiglu_beta,
+        **options,
     )
 
 
@@ -50,16 +57,34 @@ FULL = ("edge", "balanced", "zipf", "hot", "masked", "all-masked", "none", "dupl
 
 
 def all_cases() -> list[Case]:
-    """The whole matrix: a small shape with every option and tile, then the presets' shapes."""
+    """The whole matrix: a small shape with every option and tile, odd shapes, then the presets' shapes."""
     small = LayerSpec(1024, 512, 13, 6, "nvfp4")
     options = {"weigh_before_requant": True, "swiglu_limit": 3.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+    bf16 = dataclasses.replace(small, activation_mode="bf16")
+    every = ("n8", "n16", "n64", "n128", "h8", "h16", "h64")
     found = [
-        Case("small-nvfp4", small, ("n16", "h16", "n128"), FULL),
-        Case("small-bf16", dataclasses.replace(small, activation_mode="bf16"), ("n16", "h64", "n64"), FULL),
-        Case("small-nvfp4-fp8", dataclasses.replace(small, combine_format="fp8", **options), ("n16",), SHORT),
-        Case("small-bf16-fp4", dataclasses.replace(small, activation_mode="bf16", combine_format="fp4", **options), ("h16",), SHORT),
-        Case("gpt-oss-120b-bf16", _preset("gpt-oss-120b", 8, "bf16"), ("n16", "h16"), SHORT),
+        Case("small-nvfp4", small, every, FULL),
+        Case("small-bf16", bf16, every, FULL),
+        Case("small-bf16-weight-only", bf16, ("n16",), SHORT, input_scales=False),
+        Case(
+            "small-nvfp4-fp8-options",
+            dataclasses.replace(small, combine_format="fp8", **options),
+            ("n16", "n128"),
+            SHORT,
+        ),
+        Case("small-nvfp4-fp4", dataclasses.replace(small, combine_format="fp4"), ("n16", "h64"), SHORT),
+        Case("small-bf16-fp8", dataclasses.replace(bf16, combine_format="fp8"), ("n64", "h16"), SHORT),
+        Case(
+            "small-bf16-fp4-options", dataclasses.replace(bf16, combine_format="fp4", **options), ("n8", "h16"), SHORT
+        ),
+        Case("tiny-odd-bf16", LayerSpec(32, 16, 3, 1, "bf16"), ("n16", "h8"), SHORT),
+        Case("odd-nvfp4", LayerSpec(672, 336, 40, 16, "nvfp4"), ("n16", "h16"), SHORT),
     ]
+    for name in ("deepseek-v3", "deepseek-v4-pro", "deepseek-v4-flash", "qwen3-235b", "gpt-oss-120b"):
+        for mode in ("bf16", "nvfp4"):
+            found.append(
+                Case(f"{name}-{mode}", _preset(name, 12, mode), ("n16", "n128", "h16"), ("edge", "zipf", "masked"))
+            )
     return found
 
 
@@ -67,7 +92,7 @@ def routing(name: str, spec: LayerSpec, seed: int) -> torch.Tensor:
     """(T, K) ids of a named routing."""
     e, k = spec.num_local_experts, spec.top_k
     if name == "edge":
-        return cases.ids_from_counts((EDGE_COUNTS * 3)[:e], k, seed)
+        return cases.ids_from_counts((EDGE_COUNTS * 4)[:e], k, seed)
     if name == "edge-short":
         return cases.ids_from_counts(([0, 1, 7, 8, 16, 33, 64, 65, 130] * 30)[:e], k, seed)
     if name == "balanced":
@@ -85,7 +110,12 @@ def routing(name: str, spec: LayerSpec, seed: int) -> torch.Tensor:
     if name == "none":
         return torch.empty((0, k), dtype=torch.int64, device=cases.DEVICE)
     if name == "duplicates":
-        return torch.randint(0, e, (20, 1), generator=torch.Generator().manual_seed(seed)).expand(20, k).contiguous().to(cases.DEVICE)
+        return (
+            torch.randint(0, e, (20, 1), generator=torch.Generator().manual_seed(seed))
+            .expand(20, k)
+            .contiguous()
+            .to(cases.DEVICE)
+        )
     raise ValueError(name)
 
 
@@ -93,8 +123,12 @@ def oracle_options(spec: LayerSpec) -> OracleOptions:
     """The oracle's rounding points for a layer."""
     placement = ScorePlacement.BEFORE_REQUANT if spec.weigh_before_requant else ScorePlacement.AFTER_FC2
     return OracleOptions.product(
-        ActivationMode(spec.activation_mode), combine_format=CombineFormat(spec.combine_format), score_placement=placement,
-        swiglu_limit=spec.swiglu_limit, swiglu_alpha=spec.swiglu_alpha, swiglu_beta=spec.swiglu_beta,
+        ActivationMode(spec.activation_mode),
+        combine_format=CombineFormat(spec.combine_format),
+        score_placement=placement,
+        swiglu_limit=spec.swiglu_limit,
+        swiglu_alpha=spec.swiglu_alpha,
+        swiglu_beta=spec.swiglu_beta,
     )
 
 
@@ -115,7 +149,7 @@ def compare(out: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     }
 
 
-def run(cache_dir: Path, only: str) -> Iterator[dict[str, Any]]:
+def run(cache_dir: Path, only: str = "", routings: str = "") -> Iterator[dict[str, Any]]:
     """One result per (case, tile, routing); `ok` says whether it is inside its tolerance."""
     for number, case in enumerate(all_cases()):
         if only and only not in case.name:
@@ -123,8 +157,10 @@ def run(cache_dir: Path, only: str) -> Iterator[dict[str, Any]]:
         spec = case.spec
         tensors = cases.random_tensors(spec, 11 + number, input_scales=case.input_scales)
         oracle = OracleWeights.from_tensors(tensors)
-        layer = GpuLayer(spec, tensors, 2048, cache_dir)
+        layer = GpuLayer(spec, tensors, 1024, cache_dir)
         for index, name in enumerate(case.routings):
+            if routings and name not in routings.split(","):
+                continue
             ids = routing(name, spec, 100 * number + index)
             x = cases.tokens(spec, ids.shape[0], 17 + index)
             w = cases.weights(spec, ids, 23 + index)
@@ -138,8 +174,11 @@ def run(cache_dir: Path, only: str) -> Iterator[dict[str, Any]]:
                 error = layer.error_record()
                 result["error_record"] = error if error["set"] else None
                 result["ok"] = (
-                    result["rel_l2"] < TOLERANCE[spec.combine_format] and result["worst_row"] < ROW_TOLERANCE
-                    and result["nan"] == 0 and result["zero_rows"] == 0 and not error["set"]
+                    result["rel_l2"] < TOLERANCE[spec.combine_format]
+                    and result["worst_row"] < ROW_TOLERANCE
+                    and result["nan"] == 0
+                    and result["zero_rows"] == 0
+                    and not error["set"]
                 )
                 yield result
                 if error["set"]:

@@ -32,7 +32,7 @@ def requant_exponent(down_input_scale: float | None) -> int:
 
 
 def scale_table(tensors: Tensors, num_experts: int, mode: str) -> torch.Tensor:
-    """(E + 1, 4) fp32: alphas times 2^14 and qs2 or 2^q of each expert, then {qs1, 0, 0, 0}; fp32 products throughout."""
+    """(E + 1, 4) fp32: alphas times 2^14 and qs2 or 2^q of each expert, then {qs1, 0, 0, 0}; all fp32 products."""
     table = torch.zeros(num_experts + 1, 4, dtype=torch.float32)
     has_inputs = "0.w2.input_scale" in tensors
     one = torch.ones((), dtype=torch.float32)
@@ -58,20 +58,35 @@ class GpuLayer:
     """Weights and workspace of one layer on the current GPU; `forward` is one launch."""
 
     def __init__(
-        self, spec: LayerSpec, tensors: Tensors, max_tokens: int, cache_dir: Path, *, guard_bytes: int = 4096,
-        packed: dict[str, torch.Tensor] | None = None, scales: torch.Tensor | None = None,
+        self,
+        spec: LayerSpec,
+        tensors: Tensors,
+        max_tokens: int,
+        cache_dir: Path,
+        *,
+        guard_bytes: int = 4096,
+        packed: dict[str, torch.Tensor] | None = None,
+        scales: torch.Tensor | None = None,
     ) -> None:
         self.spec, self.cache_dir = spec, cache_dir
         self.device = torch.device("cuda")
         self.num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         geometry = Geometry(
-            spec.hidden_size, spec.intermediate_size, spec.num_local_experts, spec.top_k, max_tokens, 1,
-            CombineFormat(spec.combine_format), spec.activation_mode,
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.num_local_experts,
+            spec.top_k,
+            max_tokens,
+            1,
+            CombineFormat(spec.combine_format),
+            spec.activation_mode,
         )
         self.table = RegionTable(geometry)
         self.max_tokens = max_tokens
         self.spaces = {
-            space: torch.full((self.table.total_bytes(space) + guard_bytes,), 0xFF, dtype=torch.uint8, device=self.device)
+            space: torch.full(
+                (self.table.total_bytes(space) + guard_bytes,), 0xFF, dtype=torch.uint8, device=self.device
+            )
             for space in ("shared", "local")
         }
         self.reset()
@@ -117,7 +132,16 @@ class GpuLayer:
 
     def poison(self) -> None:
         """NaN patterns into every region that a launch must write before it reads."""
-        for name in ("pool", "fc1_out", "result_data", "result_scales", "pool_row_scale", "pool_weight", "pool_meta", "route_rows"):
+        for name in (
+            "pool",
+            "fc1_out",
+            "result_data",
+            "result_scales",
+            "pool_row_scale",
+            "pool_weight",
+            "pool_meta",
+            "route_rows",
+        ):
             self.region(name).fill_(0xFF)
 
     def error_record(self) -> dict[str, int]:
@@ -129,17 +153,29 @@ class GpuLayer:
         if tile_name not in self._launches:
             config = KernelConfig(self.spec, TILES[tile_name])
             fixed = {
-                "w1": self.packed["fc1_records"].data_ptr(), "w2": self.packed["fc2_records"].data_ptr(),
-                "scales": self.scales.data_ptr(), "num_tokens": self.num_tokens.data_ptr(),
-                "pool": self.address("pool"), "row_scale": self.address("pool_row_scale"),
-                "row_weight": self.address("pool_weight"), "row_meta": self.address("pool_meta"),
-                "route_rows": self.address("route_rows"), "h": self.address("fc1_out"),
-                "results": self.address("result_data"), "result_scales": self.address("result_scales"),
-                "counters": self.address("launch_counters"), "ready": self.address("fc1_ready"),
-                "epoch": self.address("epoch"), "error": self.address("error_record"), "abort": self.address("abort"),
-                "timeout_ns": 2_000_000_000, "pool_rows": self.table.geometry.max_pool_rows,
-                "ready_words": self.table.geometry.max_token_blocks, "expected_ctas": self.num_sms,
-                "lag": fc1_lag(self.spec, TILES[tile_name], self.num_sms), "grid": self.num_sms,
+                "w1": self.packed["fc1_records"].data_ptr(),
+                "w2": self.packed["fc2_records"].data_ptr(),
+                "scales": self.scales.data_ptr(),
+                "num_tokens": self.num_tokens.data_ptr(),
+                "pool": self.address("pool"),
+                "row_scale": self.address("pool_row_scale"),
+                "row_weight": self.address("pool_weight"),
+                "row_meta": self.address("pool_meta"),
+                "route_rows": self.address("route_rows"),
+                "h": self.address("fc1_out"),
+                "results": self.address("result_data"),
+                "result_scales": self.address("result_scales"),
+                "counters": self.address("launch_counters"),
+                "ready": self.address("fc1_ready"),
+                "epoch": self.address("epoch"),
+                "error": self.address("error_record"),
+                "abort": self.address("abort"),
+                "timeout_ns": 2_000_000_000,
+                "pool_rows": self.table.geometry.max_pool_rows,
+                "ready_words": self.table.geometry.max_token_blocks,
+                "fault_ctas": 0,
+                "lag": fc1_lag(self.spec, TILES[tile_name], self.num_sms),
+                "grid": self.num_sms,
             }
             function = load_kernel(config, "sm_90a", self.cache_dir)
             self._launches[tile_name] = Launch(function, self.spaces["local"][:256], fixed)
@@ -151,16 +187,24 @@ class GpuLayer:
             raise ValueError(f"{count} tokens do not fit {self.max_tokens}")
         self.num_tokens.fill_(count)
 
-    def enqueue(self, tile_name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor, **extra: int) -> None:
+    def enqueue(
+        self, tile_name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor, **extra: int
+    ) -> None:
         """One launch over caller-owned tensors; T comes from `set_tokens`."""
         self.launch(tile_name)(
-            x=x.data_ptr(), ids=ids.data_ptr(), route_weights=weights.data_ptr(), y=y.data_ptr(),
-            ids_are_64=int(ids.dtype == torch.int64), **extra,
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            route_weights=weights.data_ptr(),
+            y=y.data_ptr(),
+            ids_are_64=int(ids.dtype == torch.int64),
+            **extra,
         )
 
     def forward(self, tile_name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Set T, poison the output, launch, return the output (T, H)."""
         self.set_tokens(x.shape[0])
-        y = torch.full((max(x.shape[0], 1), self.spec.hidden_size), float("nan"), dtype=torch.bfloat16, device=self.device)
+        y = torch.full(
+            (max(x.shape[0], 1), self.spec.hidden_size), float("nan"), dtype=torch.bfloat16, device=self.device
+        )
         self.enqueue(tile_name, x, ids, weights, y)
         return y[: x.shape[0]]

@@ -89,7 +89,7 @@ def load_launches(
     for tile in tiles.values():
         if tile.name not in by_tile:
             kernel = KernelConfig(spec, tile)
-            numbers = {"expected_ctas": num_sms, "grid": num_sms, "lag": fc1_lag(spec, tile, num_sms)}
+            numbers = {"grid": num_sms, "lag": fc1_lag(spec, tile, num_sms)}
             function = registry.load_kernel(kernel, ARCH, directories[tile.name])
             by_tile[tile.name] = Launch(function, anchor, {**addresses, **numbers})
     return {bucket: by_tile[tile.name] for bucket, tile in tiles.items()}

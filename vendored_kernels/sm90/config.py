@@ -136,8 +136,9 @@ class TileConfig:
     Attributes:
         name: what users and caches call it.
         token_widths: ascending tile widths N; a tile takes the smallest that holds its tokens.
-        rows: weight rows of a tile: 256, or 128 (half tiles: two warpgroup pairs split the reduction).
-        math_warpgroups: 4 (one m64 tile each) or 2 (two m64 tiles each; for N >= 80).
+        rows: weight rows of a tile: 256, or 128 (half tiles; a stage then holds two reduction steps).
+        math_warpgroups: 2, or 4 (for N <= 64). Whole tiles give each 2 or 1 m64 tiles. Half tiles give each of 2 one
+            m64 tile; 4 split the reduction between two pairs, whose sums are added at the end.
         math_registers, producer_registers: setmaxnreg of the two kinds of warps.
         max_stages: upper bound of pipeline stages; the shared memory decides the number below it.
     """
@@ -166,6 +167,11 @@ class TileConfig:
         return 1 if self.rows == 128 else 4 // self.math_warpgroups
 
     @property
+    def split_k(self) -> bool:
+        """Whether two warpgroup pairs share a half tile's reduction."""
+        return self.rows == 128 and self.math_warpgroups == 4
+
+    @property
     def launch_registers(self) -> int:
         """Registers per thread the compiler may use before setmaxnreg: the register file shared by all threads."""
         return REGISTER_FILE // self.threads // 8 * 8
@@ -180,8 +186,6 @@ class TileConfig:
             faults.append(f"token_widths {widths} must be multiples of 8 in 8..128")
         if self.rows not in (128, 256) or self.math_warpgroups not in (2, 4):
             faults.append(f"rows {self.rows} must be 128 or 256, math_warpgroups {self.math_warpgroups} 2 or 4")
-        if self.rows == 128 and self.math_warpgroups != 4:
-            faults.append("half tiles (rows 128) need 4 math warpgroups")
         if widths and widths[-1] > 64 and self.math_warpgroups == 4:
             faults.append("token widths above 64 need 2 math warpgroups: the accumulators do not fit otherwise")
         pool = self.launch_registers * self.threads
@@ -245,7 +249,7 @@ class KernelConfig:
 
     @property
     def fc2_pitch(self) -> int:
-        """Bytes of one token in the fc2 staging buffer: 64 bf16 columns and padding; 0 where rows are stored directly."""
+        """Bytes of one token in the fc2 staging buffer: 64 bf16 columns and padding; 0 for direct stores."""
         return 0 if self.layer.combine_format == "bf16" else 64 * 2 + 16
 
     @property
@@ -256,7 +260,7 @@ class KernelConfig:
     @property
     def epilogue_warpgroups(self) -> int:
         """Warpgroups with an epilogue (half tiles: the first pair)."""
-        return 2 if self.tile.rows == 128 else self.tile.math_warpgroups
+        return 2 if self.tile.split_k else self.tile.math_warpgroups
 
     @property
     def sum_floats(self) -> int:
@@ -266,7 +270,7 @@ class KernelConfig:
     @property
     def sum_bytes(self) -> int:
         """Exchange buffer of half tiles."""
-        return 2 * self.sum_floats * 512 if self.tile.rows == 128 else 0
+        return 2 * self.sum_floats * 512 if self.tile.split_k else 0
 
     @property
     def row_words(self) -> int:
@@ -278,7 +282,7 @@ class KernelConfig:
         """Shared memory besides the stages, alignment slack included."""
         barriers = 8 * (2 * 16 + 3 * RING_SLOTS)
         rows = RING_SLOTS * self.tile.widest * 4 * self.row_words
-        tables = self.table_words * 4 + RING_SLOTS * 32 + 256
+        tables = self.table_words * 4 + RING_SLOTS * 32 + 512
         return 1024 + 512 + barriers + rows + tables + self.epilogue_warpgroups * self.staging_bytes + self.sum_bytes
 
     @property
@@ -306,13 +310,16 @@ class KernelConfig:
 TILES: dict[str, TileConfig] = {
     tile.name: tile
     for tile in (
-        TileConfig("n8", (8, 16, 24), 256, 4, 104, 56),
-        TileConfig("n16", (16, 24, 32), 256, 4, 104, 56),
-        TileConfig("n64", (32, 64, 80, 96), 256, 2, 232, 40),
+        TileConfig("n8", (8, 16, 24), 256, 2, 232, 40),
+        TileConfig("n16", (16, 24, 32), 256, 2, 232, 40),
+        TileConfig("n64", (32, 64, 80, 96), 256, 2, 224, 56),
         TileConfig("n128", (32, 64, 128), 256, 2, 232, 40),
-        TileConfig("h8", (8, 16, 24), 128, 4, 104, 56),
-        TileConfig("h16", (16, 24, 32), 128, 4, 104, 56),
-        TileConfig("h64", (32, 48, 64), 128, 4, 104, 56),
+        TileConfig("h8", (8, 16, 24), 128, 2, 232, 40),
+        TileConfig("h16", (16, 24, 32), 128, 2, 232, 40),
+        TileConfig("h64", (32, 64, 80), 128, 2, 232, 40),
+        TileConfig("n16q", (16, 24, 32), 256, 4, 112, 32),
+        TileConfig("h16q", (16, 24, 32), 128, 4, 112, 32),
+        TileConfig("h64q", (32, 48, 64), 128, 4, 112, 32),
     )
 }
 

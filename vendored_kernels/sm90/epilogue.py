@@ -34,9 +34,25 @@ def _activate(cfg, swiglu, gate, up):
 
 
 @cute.jit
-def fc1_nvfp4(cfg, swiglu, n: cutlass.Constexpr, acc, m: cutlass.Constexpr, expert_scales, staging: Int32, rows_at: Int32,
-              weights_at: Int32, h_tile: Int64, channel0, valid, barrier_id, t128, lane, warp4):
-    """SwiGLU in registers, fp32 through shared memory, 16-channel blocks quantised to NVFP4 and stored as f16 values."""
+def fc1_nvfp4(
+    cfg,
+    swiglu,
+    n: cutlass.Constexpr,
+    acc,
+    m: cutlass.Constexpr,
+    expert_scales,
+    staging: Int32,
+    rows_at: Int32,
+    weights_at: Int32,
+    h_tile: Int64,
+    channel0,
+    valid,
+    barrier_id,
+    t128,
+    lane,
+    warp4,
+):
+    """SwiGLU in registers, fp32 through shared memory, blocks of 16 channels quantised and stored as f16 values."""
     inter = const_expr(cfg.layer.intermediate_size)
     pitch = const_expr(cfg.fc1_pitch)
     alpha_gate, alpha_up, qs = expert_scales[0], expert_scales[1], expert_scales[3]
@@ -70,9 +86,25 @@ def fc1_nvfp4(cfg, swiglu, n: cutlass.Constexpr, acc, m: cutlass.Constexpr, expe
 
 
 @cute.jit
-def fc1_bf16(cfg, swiglu, n: cutlass.Constexpr, acc, m: cutlass.Constexpr, expert_scales, staging: Int32, rows_at: Int32,
-             weights_at: Int32, h_tile: Int64, channel0, valid, barrier_id, t128, lane, warp4):
-    """SwiGLU, bf16, the expert's power of two and f16 in registers; transposed through shared memory for 16-byte stores."""
+def fc1_bf16(
+    cfg,
+    swiglu,
+    n: cutlass.Constexpr,
+    acc,
+    m: cutlass.Constexpr,
+    expert_scales,
+    staging: Int32,
+    rows_at: Int32,
+    weights_at: Int32,
+    h_tile: Int64,
+    channel0,
+    valid,
+    barrier_id,
+    t128,
+    lane,
+    warp4,
+):
+    """SwiGLU, bf16, the expert's power of two and f16 in registers; through shared memory for 16-byte stores."""
     inter = const_expr(cfg.layer.intermediate_size)
     pitch = const_expr(cfg.fc1_pitch)
     alpha_gate, alpha_up, factor = expert_scales[0], expert_scales[1], expert_scales[3]
@@ -110,7 +142,9 @@ def fc1_bf16(cfg, swiglu, n: cutlass.Constexpr, acc, m: cutlass.Constexpr, exper
 
 
 @cute.jit
-def fc2_direct(cfg, n: cutlass.Constexpr, accs, expert_scales, rows_at: Int32, results: Int64, column0, valid, lane, warp4):
+def fc2_direct(
+    cfg, n: cutlass.Constexpr, accs, expert_scales, rows_at: Int32, results: Int64, column0, valid, lane, warp4
+):
     """bf16 result rows straight from registers: 8 lanes fill one 32-byte sector."""
     hidden = const_expr(cfg.layer.hidden_size)
     alpha = expert_scales[2]
@@ -181,8 +215,23 @@ def _encode_fp4(words, data: Int64, scale: Int64, store, store_scale):
 
 
 @cute.jit
-def fc2_encoded(cfg, n: cutlass.Constexpr, acc, m: cutlass.Constexpr, expert_scales, staging: Int32, rows_at: Int32, results: Int64,
-                result_scales: Int64, column0, valid, barrier_id, t128, lane, warp4):
+def fc2_encoded(
+    cfg,
+    n: cutlass.Constexpr,
+    acc,
+    m: cutlass.Constexpr,
+    expert_scales,
+    staging: Int32,
+    rows_at: Int32,
+    results: Int64,
+    result_scales: Int64,
+    column0,
+    valid,
+    barrier_id,
+    t128,
+    lane,
+    warp4,
+):
     """bf16 rows through shared memory, then fp8 or fp4 with block scales; columns column0 + m*64 .. + 63."""
     layer = cfg.layer
     hidden = const_expr(layer.hidden_size)

@@ -2,13 +2,13 @@
 """`Sm90MegaMoeNvfp4Kernel`: one MoE layer of one rank as one persistent launch on Hopper (sm_90a).
 
 Purpose
-    Routing ids and bf16 tokens in, bf16 layer output out: count and place routes, quantise tokens (both activation modes
-    of docs/numerics.md), fc1, SwiGLU, requantisation, fc2, result rows in wire format, top-k sum. Weights stay NVFP4 in
-    HBM and shared memory and are decoded exactly to f16 registers.
+    Routing ids and bf16 tokens in, bf16 layer output out: count and place routes, quantise tokens (both activation
+    modes of docs/numerics.md), fc1, SwiGLU, requantisation, fc2, result rows in wire format, top-k sum. Weights stay
+    NVFP4 in HBM and shared memory and are decoded exactly to f16 registers.
 Supported
     H multiple of 32, I multiple of 16, up to 256 local experts, top_k up to 16, any token count including 0 (read from
-    device memory, so one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range) and
-    duplicate entries, at most four token widths per launch, whole (256-row) and half (128-row) tiles.
+    device memory, so one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range)
+    and duplicate entries, at most four token widths per launch, whole (256-row) and half (128-row) tiles.
 Not supported
     More than one rank; expert ids that are not local; grids that are not fully resident (every CTA must run at once).
 Operands (addresses; R rows of the pool, T tokens, E experts, K top_k, steps = ceil(width / 128))
@@ -33,17 +33,25 @@ Pipelines (producer -> consumer, arrivals)
     full[stage]   W and T -> math: 2 arrivals and the bytes of both      empty[stage]  math -> W, T: one per math warp
     ifull[slot]   W -> math, T, R: 1                                     iempty[slot]  T, R -> W: 2
     done[slot]    math -> R: one per math warp
-Synchronisation contract (object | writer, order | reader, order | reset)
-    pool, row_*   | math: st, fence.proxy.async, CTA barrier, red.release.gpu staged   | T: ld.acquire.gpu, fence.proxy.async, TMA | stream
-    h             | math: st, fence.proxy.async, done; R: fence.proxy.async, red.release.gpu ready | T: ld.acquire.gpu >= row tiles, fence.proxy.async, TMA | stream
-    results       | math: st, done; R: red.release.gpu fc2 done                        | math: ld.acquire.gpu, ld | stream
-    claim         | W: atom.relaxed.gpu                                                | - | other bank, by Z
-    staged, ready, fc2 done | above                                                    | above | other bank, by Z
-    exit ticket   | last warp out: atom.acq_rel.gpu; the last CTA resets it and stores epoch + 1 | next launch: plain | itself
-    x, ids, route_weights, num_tokens | previous kernel                                | plain ld | stream
-    error, abort  | first failure: cas, then st.release.sys                            | every wait: ld.acquire.sys | host
+Synchronisation contract
+    object           writer                                        reader                              reset
+    pool, row_*      math: st, fence.proxy.async, CTA barrier,     T: ld.acquire.gpu,                  stream
+                     one red.release.gpu on `staged`               fence.proxy.async, TMA
+    h                math: st, fence.proxy.async, arrive on done;  T: ld.acquire.gpu >= row tiles,     stream
+                     R: fence.proxy.async, red.release.gpu ready   fence.proxy.async, TMA
+    results          math: st, arrive on done;                     math: ld.acquire.gpu, ld            stream
+                     R: red.release.gpu on `fc2 done`
+    claim            W: atom.relaxed.gpu                           (the value is all there is)         other bank, by Z
+    staged, ready,   as above                                      as above                            other bank, by Z
+    fc2 done
+    exit ticket,     last warp out: atom.acq_rel.gpu; the last     next launch: plain ld               the last CTA
+    epoch            CTA stores epoch + 1
+    x, ids, weights  previous kernel of the stream                 plain ld                            stream
+    error, abort     first failure: cas, st; then st.release.sys   every wait: ld.acquire.sys;         host
+                                                                   at entry: plain ld
 Provenance
-    Written for this project; the main loop and tile stream follow our own measured prototypes (docs/engineering-notes-hopper.md).
+    Written for this project; the main loop and the tile stream follow our own measured prototypes
+    (docs/engineering-notes-hopper.md).
 """
 
 import cutlass
@@ -62,9 +70,6 @@ from .waits import SITE_FC2, wait_at_least
 MATH_BARRIER = 9
 """Named barrier of all math warps; 1..4 are the warpgroups' own, 5..8 the half tiles'."""
 
-CONTROL_WORDS = 8
-"""Shared words: {bank, abort, tokens, epoch}, then nothing."""
-
 
 class Sm90MegaMoeNvfp4Kernel:
     """The kernel of one :class:`KernelConfig`; call it inside `cute.compile`."""
@@ -73,12 +78,40 @@ class Sm90MegaMoeNvfp4Kernel:
         self.cfg = config
 
     @cute.jit
-    def __call__(self, anchor: cute.Tensor, w1: Int64, w2: Int64, scales: Int64, x: Int64, ids: Int64,
-                 route_weights: Int64, num_tokens: Int64, y: Int64, pool: Int64, row_scale: Int64, row_weight: Int64,
-                 row_meta: Int64, route_rows: Int64, h: Int64, results: Int64, result_scales: Int64, counters: Int64,
-                 ready: Int64, epoch: Int64, error: Int64, abort: Int64, timeout_ns: Int64, pool_rows: Int32,
-                 ready_words: Int32, ids_are_64: Int32, expected_ctas: Int32, lag: Int32, grid: Int32, stream):
-        """One launch. `anchor` is any device tensor (it names the device); everything else is an address or a number."""
+    def __call__(
+        self,
+        anchor: cute.Tensor,
+        w1: Int64,
+        w2: Int64,
+        scales: Int64,
+        x: Int64,
+        ids: Int64,
+        route_weights: Int64,
+        num_tokens: Int64,
+        y: Int64,
+        pool: Int64,
+        row_scale: Int64,
+        row_weight: Int64,
+        row_meta: Int64,
+        route_rows: Int64,
+        h: Int64,
+        results: Int64,
+        result_scales: Int64,
+        counters: Int64,
+        ready: Int64,
+        epoch: Int64,
+        error: Int64,
+        abort: Int64,
+        timeout_ns: Int64,
+        pool_rows: Int32,
+        ready_words: Int32,
+        ids_are_64: Int32,
+        fault_ctas: Int32,
+        lag: Int32,
+        grid: Int32,
+        stream,
+    ):
+        """One launch. `anchor` is any device tensor (it names the device); all else is an address or a number."""
         cfg = self.cfg
         layer, tile = cfg.layer, cfg.tile
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
@@ -102,7 +135,6 @@ class Sm90MegaMoeNvfp4Kernel:
             iempty: cute.struct.MemRange[Int64, RING_SLOTS]
             done: cute.struct.MemRange[Int64, RING_SLOTS]
             info: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * 8], 16]
-            control: cute.struct.Align[cute.struct.MemRange[Int32, CONTROL_WORDS], 16]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, staging.BATCH_TOKENS], 16]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * tile.widest * cfg.row_words], 16]
             table: cute.struct.Align[cute.struct.MemRange[Int32, cfg.table_words], 16]
@@ -112,18 +144,67 @@ class Sm90MegaMoeNvfp4Kernel:
             stages: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.stage_bytes], 1024]
 
         self.storage = Storage
-        self.kernel(w1, w2, scales, tuple(maps), x, ids, route_weights, num_tokens, y, pool, row_scale, row_weight,
-                    row_meta, route_rows, h, results, result_scales, counters, ready, epoch, error, abort, timeout_ns,
-                    ready_words, ids_are_64, expected_ctas, lag).launch(
-            grid=[grid, 1, 1], block=[tile.threads, 1, 1], min_blocks_per_mp=1, stream=stream
-        )
+        self.kernel(
+            w1,
+            w2,
+            scales,
+            tuple(maps),
+            x,
+            ids,
+            route_weights,
+            num_tokens,
+            y,
+            pool,
+            row_scale,
+            row_weight,
+            row_meta,
+            route_rows,
+            h,
+            results,
+            result_scales,
+            counters,
+            ready,
+            epoch,
+            error,
+            abort,
+            timeout_ns,
+            ready_words,
+            ids_are_64,
+            fault_ctas,
+            lag,
+        ).launch(grid=[grid, 1, 1], block=[tile.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
-    def kernel(self, w1: Int64, w2: Int64, scales: Int64, maps: tuple, x: Int64, ids: Int64, route_weights: Int64,
-               num_tokens: Int64, y: Int64, pool: Int64, row_scale: Int64, row_weight: Int64, row_meta: Int64,
-               route_rows: Int64, h: Int64, results: Int64, result_scales: Int64, counters: Int64, ready: Int64,
-               epoch: Int64, error: Int64, abort: Int64, timeout_ns: Int64, ready_words: Int32, ids_are_64: Int32,
-               expected_ctas: Int32, lag: Int32):
+    def kernel(
+        self,
+        w1: Int64,
+        w2: Int64,
+        scales: Int64,
+        maps: tuple,
+        x: Int64,
+        ids: Int64,
+        route_weights: Int64,
+        num_tokens: Int64,
+        y: Int64,
+        pool: Int64,
+        row_scale: Int64,
+        row_weight: Int64,
+        row_meta: Int64,
+        route_rows: Int64,
+        h: Int64,
+        results: Int64,
+        result_scales: Int64,
+        counters: Int64,
+        ready: Int64,
+        epoch: Int64,
+        error: Int64,
+        abort: Int64,
+        timeout_ns: Int64,
+        ready_words: Int32,
+        ids_are_64: Int32,
+        fault_ctas: Int32,
+        lag: Int32,
+    ):
         """The device side: set up, count routes, then the roles."""
         cfg = self.cfg
         layer, tile = cfg.layer, cfg.tile
@@ -137,7 +218,7 @@ class Sm90MegaMoeNvfp4Kernel:
         full, empty = memory.full.data_ptr(), memory.empty.data_ptr()
         ifull, iempty, done = memory.ifull.data_ptr(), memory.iempty.data_ptr(), memory.done.data_ptr()
         bars = (full, empty, ifull, iempty, done)
-        info, control = Int32(memory.info.data_ptr().toint()), Int32(memory.control.data_ptr().toint())
+        info = Int32(memory.info.data_ptr().toint())
         table, rows_at = Int32(memory.table.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
         maxima = Int32(memory.maxima.data_ptr().toint())
         staging_at, stages_at = Int32(memory.staging.data_ptr().toint()), memory.stages.data_ptr().toint()
@@ -156,9 +237,8 @@ class Sm90MegaMoeNvfp4Kernel:
                 cute.arch.mbarrier_init(ifull + i, 1)
                 cute.arch.mbarrier_init(iempty + i, 2)
                 cute.arch.mbarrier_init(done + i, math_warps)
-            ptx.sts32(control, Int32(ptx.ldg32(epoch)))
-            ptx.sts32(control + 4, ptx.flag_load_acquire_sys(abort))
-            ptx.sts32(control + 8, ptx.ldg32(num_tokens))
+        # One round trip for all three; the launch number's parity picks the bank.
+        tokens, launch, aborted = ptx.ldg32(num_tokens), ptx.ldg32(epoch), ptx.ldg32(abort)
         i = tidx
         while i < const_expr(cfg.table_experts):
             ptx.sts32(counts + i * 4, 0)
@@ -166,57 +246,128 @@ class Sm90MegaMoeNvfp4Kernel:
             i = i + tile.threads
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        launch = ptx.lds32(control)
-        aborted = ptx.lds32(control + 4)
-        tokens = ptx.lds32(control + 8)
         if aborted == 0:
             bank_index = launch & 1
             bank = counters + Int64(FIRST_BANK + bank_index * BANK_WORDS) * 4
             ready_bank = ready + Int64(bank_index * ready_words) * 4
             first_token = Int32(Int64(tokens) * Int64(bidx) // Int64(gdim))
             own_tokens = Int32(Int64(tokens) * Int64(bidx + 1) // Int64(gdim)) - first_token
-            staging.count_routes(cfg, counts, cursors, ids, ids_are_64, tokens * layer.top_k, first_token * layer.top_k, tidx)
+            staging_ctas = (tokens if tokens < gdim else gdim) + fault_ctas  # those with at least one token
+            staging.count_routes(
+                cfg, counts, cursors, ids, ids_are_64, tokens * layer.top_k, first_token * layer.top_k, tidx
+            )
             cute.arch.sync_threads()
             if warp == 0:
                 staging.lay_out_pool(cfg, counts, table + at.first_row, cursors, lane)
             cute.arch.sync_threads()
             if warp >= math_warps:
                 cute.arch.setmaxregister_decrease(tile.producer_registers)
+                blocks = scheduler.build_table(cfg, table, lag, tidx - math_warps * 32)
                 if warp == math_warps:
-                    scheduler.weight_warp(cfg, bars, table, info, Int32(stages_at), w1, w2, bank, lag, bidx, gdim, lane)
+                    scheduler.weight_warp(
+                        cfg, bars, table, blocks, info, Int32(stages_at), w1, w2, bank, bidx, gdim, lane
+                    )
                 elif warp == math_warps + 1:
-                    scheduler.token_warp(cfg, bars, info, rows_at, stages_at, maps, row_meta, row_scale, row_weight, bank,
-                                         ready_bank, expected_ctas, error, abort, timeout_ns, launch, lane)
+                    scheduler.token_warp(
+                        cfg,
+                        bars,
+                        info,
+                        rows_at,
+                        stages_at,
+                        maps,
+                        row_meta,
+                        row_scale,
+                        row_weight,
+                        bank,
+                        ready_bank,
+                        staging_ctas,
+                        error,
+                        abort,
+                        timeout_ns,
+                        launch,
+                        lane,
+                    )
                 elif warp == math_warps + 2:
                     scheduler.release_warp(cfg, bars, info, bank, ready_bank, lane)
                 else:
                     other = 1 - bank_index
-                    scheduler.clear_warp(counters + Int64(FIRST_BANK + other * BANK_WORDS) * 4,
-                                         ready + Int64(other * ready_words) * 4, ready_words, bidx, gdim, lane)
+                    scheduler.clear_warp(
+                        counters + Int64(FIRST_BANK + other * BANK_WORDS) * 4,
+                        ready + Int64(other * ready_words) * 4,
+                        ready_words,
+                        bidx,
+                        gdim,
+                        lane,
+                    )
             else:
                 cute.arch.setmaxregister_increase(tile.math_registers)
-                staging.place_routes(cfg, cursors, ids, ids_are_64, route_weights, row_meta, row_weight, route_rows,
-                                     first_token * layer.top_k, own_tokens * layer.top_k, tidx)
+                staging.place_routes(
+                    cfg,
+                    cursors,
+                    ids,
+                    ids_are_64,
+                    route_weights,
+                    row_meta,
+                    row_weight,
+                    route_rows,
+                    first_token * layer.top_k,
+                    own_tokens * layer.top_k,
+                    tidx,
+                )
                 cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
                 if const_expr(layer.activation_mode == "nvfp4"):
                     qs = ptx.as_float(ptx.ldg32(scales + layer.num_local_experts * 16))
                     staging.stage_nvfp4(cfg, x, pool, route_rows, qs, first_token, own_tokens, warp, lane)
                 else:
-                    staging.stage_bf16(cfg, x, pool, route_rows, row_scale, maxima, first_token, own_tokens, warp, lane,
-                                       tidx, MATH_BARRIER)
+                    staging.stage_bf16(
+                        cfg,
+                        x,
+                        pool,
+                        route_rows,
+                        row_scale,
+                        maxima,
+                        first_token,
+                        own_tokens,
+                        warp,
+                        lane,
+                        tidx,
+                        MATH_BARRIER,
+                    )
                 ptx.fence_proxy_async()
                 cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
-                if tidx == 0:
+                if tidx == 0 and own_tokens > 0:
                     ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
-                fc2_tiles = self.math(bars, info, rows_at, staging_at, Int32(stages_at), scales, h, results, result_scales,
-                                      tidx, warp, lane)
-                gave_up = Int32(0)
+                fc2_tiles = self.math(
+                    bars,
+                    info,
+                    rows_at,
+                    staging_at,
+                    Int32(stages_at),
+                    scales,
+                    h,
+                    results,
+                    result_scales,
+                    tidx,
+                    warp,
+                    lane,
+                )
                 if own_tokens > 0:
                     if lane == 0:
-                        gave_up = wait_at_least(bank + FC2_DONE * 4, fc2_tiles, error, abort, timeout_ns, SITE_FC2, 0, launch)
+                        wait_at_least(bank + FC2_DONE * 4, fc2_tiles, error, abort, timeout_ns, SITE_FC2, 0, launch)
                     cute.arch.sync_warp()
-                    reduce.sum_routes(cfg, ids, ids_are_64, route_weights, results, result_scales, y, first_token, own_tokens,
-                                      layer.num_local_experts, warp, lane)
+                    reduce.sum_routes(
+                        cfg,
+                        ids,
+                        ids_are_64,
+                        route_weights,
+                        results,
+                        result_scales,
+                        y,
+                        first_token,
+                        own_tokens,
+                        warp,
+                        lane,
+                    )
                 if tidx == 0:
                     if ptx.flag_fetch_add_acq_rel_gpu(counters + EXIT_WORD * 4, 1) == gdim - 1:
                         ptx.stg32(counters + EXIT_WORD * 4, 0)
@@ -224,12 +375,25 @@ class Sm90MegaMoeNvfp4Kernel:
                             ptx.stg64(epoch, ptx.ldg64(epoch) + 1)
 
     @cute.jit
-    def math(self, bars, info: Int32, rows_at: Int32, staging_at: Int32, stages_at: Int32, scales: Int64, h: Int64,
-             results: Int64, result_scales: Int64, tidx, warp, lane):
+    def math(
+        self,
+        bars,
+        info: Int32,
+        rows_at: Int32,
+        staging_at: Int32,
+        stages_at: Int32,
+        scales: Int64,
+        h: Int64,
+        results: Int64,
+        result_scales: Int64,
+        tidx,
+        warp,
+        lane,
+    ):
         """The math warps' tile loop; returns the number of fc2 tiles of the whole launch."""
         cfg = self.cfg
         layer, tile = cfg.layer, cfg.tile
-        full, empty, ifull, iempty, done = bars
+        full, empty, ifull, _iempty, done = bars
         m64 = const_expr(tile.m64_per_warpgroup)
         swiglu = const_expr(ptx.make_swiglu(layer.swiglu_alpha, layer.swiglu_beta))
         fc1_epilogue = const_expr(epilogue.fc1_nvfp4 if layer.activation_mode == "nvfp4" else epilogue.fc1_bf16)
@@ -237,7 +401,7 @@ class Sm90MegaMoeNvfp4Kernel:
         wg = warp // 4
         warp4 = warp % 4
         mt, kh = wg, Int32(0)
-        if const_expr(tile.rows == 128):
+        if const_expr(tile.split_k):
             mt = wg % 2
             kh = wg // 2
         codes0, scales0, descriptor0 = mainloop.operand_addresses(cfg, stages_at, mt, kh, t128)
@@ -266,10 +430,23 @@ class Sm90MegaMoeNvfp4Kernel:
                     if width == w or const_expr(len(tile.token_widths) == 1):
                         accs = [cute.make_rmem_tensor(cute.make_layout(n // 2), Float32) for _ in range(m64)]
                         stage, phase = mainloop.multiply_tile(
-                            cfg, w, accs, buffers, full, empty, codes0, scales0, descriptor0, kh, steps, stage, phase, lane
+                            cfg,
+                            w,
+                            accs,
+                            buffers,
+                            full,
+                            empty,
+                            codes0,
+                            scales0,
+                            descriptor0,
+                            kh,
+                            steps,
+                            stage,
+                            phase,
+                            lane,
                         )
                         has_epilogue = Int32(1)
-                        if const_expr(tile.rows == 128):
+                        if const_expr(tile.split_k):
                             mainloop.add_halves(cfg, w, accs[0], exchange, mt, kh)
                             has_epilogue = 1 - kh
                         if has_epilogue != 0:
@@ -277,19 +454,50 @@ class Sm90MegaMoeNvfp4Kernel:
                                 channel0 = row_tile * (tile.rows // 2) + mt * 32 * m64
                                 h_tile = h + Int64(row0) * (layer.intermediate_size * 2)
                                 for m in cutlass.range_constexpr(m64):
-                                    fc1_epilogue(cfg, swiglu, n, accs[m], m, expert_scales, my_staging, tile_rows,
-                                                 tile_weights, h_tile, channel0, valid, 1 + wg, t128, lane, warp4)
+                                    fc1_epilogue(
+                                        cfg,
+                                        swiglu,
+                                        n,
+                                        accs[m],
+                                        m,
+                                        expert_scales,
+                                        my_staging,
+                                        tile_rows,
+                                        tile_weights,
+                                        h_tile,
+                                        channel0,
+                                        valid,
+                                        1 + wg,
+                                        t128,
+                                        lane,
+                                        warp4,
+                                    )
                                 ptx.fence_proxy_async()
                             else:
                                 column0 = row_tile * tile.rows + mt * 64 * m64
                                 if const_expr(layer.combine_format == "bf16"):
-                                    epilogue.fc2_direct(cfg, n, accs, expert_scales, tile_rows, results, column0, valid,
-                                                        lane, warp4)
+                                    epilogue.fc2_direct(
+                                        cfg, n, accs, expert_scales, tile_rows, results, column0, valid, lane, warp4
+                                    )
                                 else:
                                     for m in cutlass.range_constexpr(m64):
-                                        epilogue.fc2_encoded(cfg, n, accs[m], m, expert_scales, my_staging, tile_rows,
-                                                             results, result_scales, column0, valid, 1 + wg, t128, lane,
-                                                             warp4)
+                                        epilogue.fc2_encoded(
+                                            cfg,
+                                            n,
+                                            accs[m],
+                                            m,
+                                            expert_scales,
+                                            my_staging,
+                                            tile_rows,
+                                            results,
+                                            result_scales,
+                                            column0,
+                                            valid,
+                                            1 + wg,
+                                            t128,
+                                            lane,
+                                            warp4,
+                                        )
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(done + slot)

@@ -25,7 +25,7 @@ def operand_addresses(cfg, stages_at: Int32, mt, kh, t128):
         kh: which record of the stage it reads (half tiles only, else 0).
     """
     if const_expr(cfg.tile.rows == 128):
-        record = stages_at + kh * RECORD_BYTES
+        record = stages_at + kh * RECORD_BYTES  # kh is 0 without a split
         tile = mt
     elif const_expr(cfg.tile.math_warpgroups == 4):
         record = stages_at + mt // 2 * RECORD_BYTES
@@ -40,8 +40,22 @@ def operand_addresses(cfg, stages_at: Int32, mt, kh, t128):
 
 
 @cute.jit
-def multiply_tile(cfg, width_index: cutlass.Constexpr, accs, buffers, full, empty, codes0: Int32, scales0: Int32,
-                  descriptor0: Int64, kh, steps, stage, phase, lane):
+def multiply_tile(
+    cfg,
+    width_index: cutlass.Constexpr,
+    accs,
+    buffers,
+    full,
+    empty,
+    codes0: Int32,
+    scales0: Int32,
+    descriptor0: Int64,
+    kh,
+    steps,
+    stage,
+    phase,
+    lane,
+):
     """accs = weights x tokens over `steps` reduction steps; returns the pipeline position (stage, phase).
 
     A stage is released one commit group late: its last wgmma has been waited for when the next stage's first group
@@ -49,7 +63,7 @@ def multiply_tile(cfg, width_index: cutlass.Constexpr, accs, buffers, full, empt
     """
     n = const_expr(cfg.tile.token_widths[width_index])
     per_stage = const_expr(cfg.steps_per_stage[width_index])
-    half = const_expr(cfg.tile.rows == 128)
+    split = const_expr(cfg.tile.split_k)
     m64 = const_expr(cfg.tile.m64_per_warpgroup)
     step_bytes = const_expr(cfg.tile.rows // 128 * RECORD_BYTES)
     weight_bytes = const_expr(per_stage * step_bytes)
@@ -59,7 +73,7 @@ def multiply_tile(cfg, width_index: cutlass.Constexpr, accs, buffers, full, empt
     for k in cutlass.range((steps + (per_stage - 1)) // per_stage, unroll=1):
         cute.arch.mbarrier_wait(full + stage, phase)
         group = 0
-        for sub in cutlass.range_constexpr(1 if half else per_stage):
+        for sub in cutlass.range_constexpr(1 if split else per_stage):
             codes = codes0 + (stage * cfg.stage_bytes + sub * step_bytes)
             scales = scales0 + (stage * cfg.stage_bytes + sub * step_bytes)
             offset = stage * (cfg.stage_bytes // 16) + (weight_bytes // 16 + sub * n * 16) + kh * (n * 16)

@@ -48,37 +48,63 @@ def _decode(layer, raw):
 
 
 @cute.jit
-def sum_routes(cfg, ids: Int64, ids_are_64, weights: Int64, results: Int64, scales: Int64, y: Int64, first_token, own_tokens,
-               experts: cutlass.Constexpr, warp, lane):
-    """y rows of this CTA's tokens; a warp takes 256 columns of one token at a time."""
+def sum_routes(
+    cfg,
+    ids: Int64,
+    ids_are_64,
+    weights: Int64,
+    results: Int64,
+    scales: Int64,
+    y: Int64,
+    first_token,
+    own_tokens,
+    warp,
+    lane,
+):
+    """y rows of this CTA's tokens; a warp takes a run of items, one item being a few hundred columns of a token."""
     layer = cfg.layer
-    hidden = const_expr(layer.hidden_size)
-    top_k = const_expr(layer.top_k)
-    chunks = const_expr(-(-hidden // 256))
-    item = warp
-    while item < own_tokens * chunks:
+    hidden, top_k = const_expr(layer.hidden_size), const_expr(layer.top_k)
+    pieces = const_expr(1 if cfg.tile.math_warpgroups == 4 else 2)
+    chunks = const_expr(-(-hidden // (256 * pieces)))
+    warps = const_expr(cfg.tile.math_warpgroups * 4)
+    item = own_tokens * chunks * warp // warps
+    end = own_tokens * chunks * (warp + 1) // warps
+    known = Int32(-1)
+    slot_live = Int32(0)
+    slot_weight = Int32(0)
+    while item < end:
         local = item // chunks
         token = first_token + local
-        column = (item - local * chunks) * 256 + lane * 8
-        inside = Int32(1) if column < hidden else Int32(0)
-        sums = [Float32(0.0) for _ in range(8)]
+        column0 = (item - local * chunks) * (256 * pieces) + lane * 8
+        if local != known:  # lane s looks up slot s
+            mine = Int32(1) if lane < top_k else Int32(0)
+            expert = load_expert(ids, token * top_k + lane, mine, ids_are_64, layer.num_local_experts)
+            slot_live = Int32(1) if expert >= 0 else Int32(0)
+            if const_expr(not layer.weigh_before_requant):
+                slot_weight = ptx.ldg32_if(weights + Int64(token * top_k + lane) * 4, slot_live)
+            known = local
+        inside = [Int32(1) if column0 + p * 256 < hidden else Int32(0) for p in range(pieces)]
+        sums = [[Float32(0.0) for _ in range(8)] for _ in range(pieces)]
         for s0 in cutlass.range_constexpr(0, top_k, SLOTS_IN_FLIGHT):
             slots = const_expr(min(SLOTS_IN_FLIGHT, top_k - s0))
-            live = []
-            raw = []
+            live = [cute.arch.shuffle_sync(slot_live, s0 + s) for s in range(slots)]
+            raw = [
+                [
+                    _load_row(layer, results, scales, token * top_k + s0 + s, column0 + p * 256, live[s] * inside[p])
+                    for p in range(pieces)
+                ]
+                for s in range(slots)
+            ]
             for s in cutlass.range_constexpr(slots):
-                expert = load_expert(ids, token * top_k + s0 + s, Int32(1), ids_are_64, experts)
-                live.append(Int32(1) if expert >= 0 else Int32(0))
-            for s in cutlass.range_constexpr(slots):
-                raw.append(_load_row(layer, results, scales, token * top_k + s0 + s, column, live[s] * inside))
-            for s in cutlass.range_constexpr(slots):
-                values = _decode(layer, raw[s])
-                if const_expr(not layer.weigh_before_requant):
-                    weight = ptx.as_float(ptx.ldg32_if(weights + Int64(token * top_k + s0 + s) * 4, live[s]))
-                    values = [ptx.mul_rn(v, weight) for v in values]
-                for v in cutlass.range_constexpr(8):
-                    added = ptx.add_rn(sums[v], values[v])
-                    sums[v] = added if live[s] != 0 else sums[v]
-        words = [ptx.pack_bf16(sums[2 * w], sums[2 * w + 1]) for w in range(4)]
-        ptx.stg128_if(y + (Int64(token) * hidden + column) * 2, *words, inside)
-        item = item + const_expr(cfg.tile.math_warpgroups * 4)
+                weight = ptx.as_float(cute.arch.shuffle_sync(slot_weight, s0 + s))
+                for p in cutlass.range_constexpr(pieces):
+                    values = _decode(layer, raw[s][p])
+                    if const_expr(not layer.weigh_before_requant):
+                        values = [ptx.mul_rn(v, weight) for v in values]
+                    for v in cutlass.range_constexpr(8):
+                        added = ptx.add_rn(sums[p][v], values[v])
+                        sums[p][v] = added if live[s] != 0 else sums[p][v]
+        for p in cutlass.range_constexpr(pieces):
+            words = [ptx.pack_bf16(sums[p][2 * w], sums[p][2 * w + 1]) for w in range(4)]
+            ptx.stg128_if(y + (Int64(token) * hidden + column0 + p * 256) * 2, *words, inside[p])
+        item = item + 1

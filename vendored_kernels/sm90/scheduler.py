@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tile stream: one ordered list of fc1 and fc2 tiles in which every dependency comes earlier, and its four warps.
 
-W builds the table, claims tiles and streams weights; T loads tokens once they are ready; R publishes finished tiles; Z
-clears the counters of the next launch. Called by the kernel's producer branch; knows no arithmetic of the layer.
+All four build the table; W claims tiles and streams weights; T loads tokens once they are ready; R publishes finished
+tiles; Z clears the counters of the next launch. Called by the kernel's producer branch; knows no arithmetic.
 
 Order: non-empty experts, most rows first; fc1 segments in that order; fc2 of an expert follows as soon as `lag` fc1
 tiles stand between it and the end of its own fc1; inside a segment row tile slow, token block fast. Claims increase, so
@@ -21,6 +21,9 @@ from .waits import SITE_FC1, SITE_STAGED, wait_at_least
 
 FC1, FC2, END = 0, 1, 2
 """Kinds of ring entries."""
+
+TABLE_BARRIER = 10
+"""Named barrier of the four producer warps while they build the table."""
 
 INFO_BYTES = 32
 """A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, -}."""
@@ -50,21 +53,22 @@ class TableOffsets:
 
 
 @cute.jit
-def build_table(cfg, tab: Int32, lag, lane):
-    """One warp: the segment table from the experts' row counts; returns (segments' tiles in all, non-empty experts)."""
+def build_table(cfg, tab: Int32, lag, thread):
+    """The four producer warps together: the segment table from the experts' row counts; returns all token blocks."""
     at = const_expr(TableOffsets(cfg.table_experts))
     experts = const_expr(cfg.layer.num_local_experts)
     r1, r2 = const_expr(cfg.fc1_row_tiles), const_expr(cfg.fc2_row_tiles)
     widest = const_expr(cfg.tile.widest)
-    e = lane
+    e = thread
     while e < experts:
         rows = ptx.lds32(tab + at.rows + e * 4)
         ptx.sts32(tab + at.blocks + e * 4, (rows + (widest - 1)) // widest)
-        e = e + 32
-    cute.arch.sync_warp()
-    e = lane
+        e = e + 128
+    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
+    e = thread
     live = Int32(0)
-    while e < const_expr(cfg.table_experts):
+    total = Int32(0)
+    while e < const_expr(-(-experts // 128) * 128):  # every thread at least once: all need `live` and `total`
         mine = Int32(0)
         key = Int32(-1)
         if e < experts:
@@ -86,54 +90,61 @@ def build_table(cfg, tab: Int32, lag, lane):
         if mine > 0:
             ptx.sts32(tab + at.order + position * 4, e)
             ptx.sts32(tab + at.first_block + position * 4, first)
-        if lane == 0:
-            ptx.sts32(tab + at.first_block + live * 4, total)
-        e = e + 32
-    cute.arch.sync_warp()
-    # fc2 of the i-th expert follows fc1 of the first one with >= lag fc1 tiles since the end of fc1(i)
-    i = lane
+        e = e + 128
+    if thread == 0:
+        ptx.sts32(tab + at.first_block + live * 4, total)
+    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
+    # fc2 of the i-th expert follows fc1 of the first m >= i with >= lag fc1 tiles since the end of fc1(i)
+    i = thread
     while i < live:
         end = ptx.lds32(tab + at.first_block + i * 4 + 4)
-        m = i
-        while m < live - 1 and (ptx.lds32(tab + at.first_block + m * 4 + 4) - end) * r1 < lag:
-            m = m + 1
-        ptx.sts32(tab + at.blocks + i * 4, m + 1)
-        i = i + 32
-    cute.arch.sync_warp()
-    i = lane
+        low = i
+        high = live - 1
+        while low < high:
+            middle = (low + high) // 2
+            enough = (ptx.lds32(tab + at.first_block + middle * 4 + 4) - end) * r1 >= lag
+            high = middle if enough else high
+            low = low if enough else middle + 1
+        ptx.sts32(tab + at.blocks + i * 4, low + 1)
+        i = i + 128
+    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
+    i = thread
     while i < live:
         expert = ptx.lds32(tab + at.order + i * 4)
         block = ptx.lds32(tab + at.first_block + i * 4)
         m = ptx.lds32(tab + at.blocks + i * 4)
-        done = Int32(0)  # fc2 segments before fc1(i)
-        for j in cutlass.range(live, unroll=4):
-            done = done + (Int32(1) if ptx.lds32(tab + at.blocks + j * 4) <= i else Int32(0))
-        fc1_at = (i + done) * 4
-        ptx.sts32(tab + at.segment_start + fc1_at, r1 * block + r2 * ptx.lds32(tab + at.first_block + done * 4))
+        low = Int32(0)  # becomes the number of fc2 segments before fc1(i); `blocks` ascends
+        high = i
+        while low < high:
+            middle = (low + high) // 2
+            earlier = ptx.lds32(tab + at.blocks + middle * 4) <= i
+            low = middle + 1 if earlier else low
+            high = high if earlier else middle
+        fc1_at = (i + low) * 4
+        ptx.sts32(tab + at.segment_start + fc1_at, r1 * block + r2 * ptx.lds32(tab + at.first_block + low * 4))
         ptx.sts32(tab + at.segment_expert + fc1_at, expert)
         ptx.sts32(tab + at.segment_order + fc1_at, i)
         fc2_at = (i + m) * 4
         ptx.sts32(tab + at.segment_start + fc2_at, r1 * ptx.lds32(tab + at.first_block + m * 4) + r2 * block)
         ptx.sts32(tab + at.segment_expert + fc2_at, expert + 65536)
         ptx.sts32(tab + at.segment_order + fc2_at, i)
-        i = i + 32
-    blocks = ptx.lds32(tab + at.first_block + live * 4)
-    if lane == 0:
-        ptx.sts32(tab + at.segment_start + live * 8, (r1 + r2) * blocks)
-    cute.arch.sync_warp()
-    return blocks
+        i = i + 128
+    if thread == 0:
+        ptx.sts32(tab + at.segment_start + live * 8, (r1 + r2) * total)
+    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
+    return total
 
 
 @cute.jit
-def weight_warp(cfg, bars, tab: Int32, info: Int32, stages_at: Int32, w1: Int64, w2: Int64, bank: Int64, lag, bidx, gdim,
-                lane):
+def weight_warp(
+    cfg, bars, tab: Int32, blocks, info: Int32, stages_at: Int32, w1: Int64, w2: Int64, bank: Int64, bidx, gdim, lane
+):
     """W: claims tiles, hands them to the other warps, streams weight records; never waits for tokens."""
-    full, empty, ifull, iempty, done = bars
+    full, empty, ifull, iempty, _done = bars
     at = const_expr(TableOffsets(cfg.table_experts))
     layer, tile = cfg.layer, cfg.tile
     r1, r2 = const_expr(cfg.fc1_row_tiles), const_expr(cfg.fc2_row_tiles)
     per_tile = const_expr(tile.rows // 128)
-    blocks = build_table(cfg, tab, lag, lane)
     total = (r1 + r2) * blocks
     stage, phase = Int32(0), Int32(1)
     slot, slot_phase = Int32(0), Int32(1)
@@ -218,11 +229,27 @@ def weight_warp(cfg, bars, tab: Int32, info: Int32, stages_at: Int32, w1: Int64,
 
 
 @cute.jit
-def token_warp(cfg, bars, info: Int32, rows_at: Int32, stages_at: Int32, maps: tuple, pool_meta: Int64, row_scale: Int64,
-               row_weight: Int64, bank: Int64, ready: Int64, expected_ctas, error: Int64, abort: Int64, timeout_ns: Int64,
-               epoch, lane):
+def token_warp(
+    cfg,
+    bars,
+    info: Int32,
+    rows_at: Int32,
+    stages_at: Int32,
+    maps: tuple,
+    pool_meta: Int64,
+    row_scale: Int64,
+    row_weight: Int64,
+    bank: Int64,
+    ready: Int64,
+    staging_ctas,
+    error: Int64,
+    abort: Int64,
+    timeout_ns: Int64,
+    epoch,
+    lane,
+):
     """T: waits until a tile's tokens are readable, then TMA-loads them; fetches each row's route, scale or weight."""
-    full, empty, ifull, iempty, done = bars
+    full, empty, ifull, iempty, _done = bars
     layer, tile = cfg.layer, cfg.tile
     widest = const_expr(tile.widest)
     stage, phase = Int32(0), Int32(1)
@@ -245,7 +272,9 @@ def token_warp(cfg, bars, info: Int32, rows_at: Int32, stages_at: Int32, maps: t
         if kind != END:
             if staged == 0:
                 if gave_up == 0:
-                    gave_up = wait_at_least(bank + STAGED * 4, expected_ctas, error, abort, timeout_ns, SITE_STAGED, 0, epoch)
+                    gave_up = wait_at_least(
+                        bank + STAGED * 4, staging_ctas, error, abort, timeout_ns, SITE_STAGED, 0, epoch
+                    )
                 staged = Int32(1)
             j = lane
             while j < valid:
@@ -260,8 +289,16 @@ def token_warp(cfg, bars, info: Int32, rows_at: Int32, stages_at: Int32, maps: t
                 j = j + 32
             if kind == FC2:
                 if gave_up == 0:
-                    gave_up = wait_at_least(ready + Int64(counter) * 4, cfg.fc1_row_tiles, error, abort, timeout_ns,
-                                            SITE_FC1, counter, epoch)
+                    gave_up = wait_at_least(
+                        ready + Int64(counter) * 4,
+                        cfg.fc1_row_tiles,
+                        error,
+                        abort,
+                        timeout_ns,
+                        SITE_FC1,
+                        counter,
+                        epoch,
+                    )
             ptx.fence_proxy_async()
             cute.arch.sync_warp()
         for v in cutlass.range_constexpr(len(tile.token_widths) * 2):
@@ -299,7 +336,7 @@ def token_warp(cfg, bars, info: Int32, rows_at: Int32, stages_at: Int32, maps: t
 @cute.jit
 def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, lane):
     """R: publishes finished tiles, so that no math warp waits for a release."""
-    full, empty, ifull, iempty, done = bars
+    _full, _empty, ifull, iempty, done = bars
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(FC1)
     while kind != END:

@@ -12,11 +12,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import ptx
 from .config import POOL_BLOCK_ROWS
 
-BATCH_TOKENS = 16
+BATCH_TOKENS = 64
 """Tokens whose largest magnitudes are kept in shared memory at a time (bf16 activation mode)."""
 
-COLUMNS_PER_ITEM = 512
-"""Columns of one warp's item: two 16-byte loads per lane, both in flight."""
+MAXIMA_COLUMNS = 2048
+"""Columns of one item of the search for largest magnitudes: eight 16-byte loads per lane in flight."""
 
 
 @cute.jit
@@ -69,8 +69,19 @@ def lay_out_pool(cfg, counts: Int32, offsets: Int32, cursors: Int32, lane):
 
 
 @cute.jit
-def place_routes(cfg, cursors: Int32, ids: Int64, ids_are_64, weights: Int64, row_meta: Int64, row_weight: Int64,
-                 route_rows: Int64, first_route, own_routes, mtid):
+def place_routes(
+    cfg,
+    cursors: Int32,
+    ids: Int64,
+    ids_are_64,
+    weights: Int64,
+    row_meta: Int64,
+    row_weight: Int64,
+    route_rows: Int64,
+    first_route,
+    own_routes,
+    mtid,
+):
     """Give each of this CTA's routes a pool row (-1: masked) and describe the row."""
     i = mtid
     while i < own_routes:
@@ -86,97 +97,138 @@ def place_routes(cfg, cursors: Int32, ids: Int64, ids_are_64, weights: Int64, ro
         i = i + const_expr(cfg.tile.math_warpgroups * 128)
 
 
+def _columns_per_item(cfg) -> int:
+    """Columns of one warp's item: more loads in flight where the registers allow it."""
+    return 512 if cfg.tile.math_warpgroups == 4 else 1024
+
+
 @cute.jit
-def _store_rows(cfg, pool: Int64, route_rows: Int64, token, column, inside, words):
-    """16 bytes to every live pool row of a token."""
-    top_k = const_expr(cfg.layer.top_k)
-    rows = [ptx.ldg32(route_rows + Int64(token * top_k + s) * 4) for s in range(top_k)]
+def _load_item(x: Int64, hidden: cutlass.Constexpr, token, base, pieces: cutlass.Constexpr):
+    """8 bf16 columns per lane and piece of 256 columns, all loads in flight; and which pieces lie inside the row."""
+    inside = [Int32(1) if base + p * 256 < hidden else Int32(0) for p in range(pieces)]
+    address = x + (Int64(token) * hidden + base) * 2
+    return [ptx.ldg128_if(address + p * 512, inside[p]) for p in range(pieces)], inside
+
+
+@cute.jit
+def _store_rows(top_k: cutlass.Constexpr, hidden: cutlass.Constexpr, pool: Int64, slot_row, column, inside, words):
+    """16 bytes to every live pool row of a token; lane s holds the row of slot s."""
     for s in cutlass.range_constexpr(top_k):
-        live = inside if rows[s] >= 0 else Int32(0)
-        ptx.stg128_if(pool + (Int64(rows[s]) * cfg.layer.hidden_size + column) * 2, *words, live)
+        row = cute.arch.shuffle_sync(slot_row, s)
+        live = inside if row >= 0 else Int32(0)
+        ptx.stg128_if(pool + (Int64(row) * hidden + column) * 2, *words, live)
 
 
 @cute.jit
 def stage_nvfp4(cfg, x: Int64, pool: Int64, route_rows: Int64, qs: Float32, first_token, own_tokens, warp, lane):
     """The f16 value of the NVFP4 quantisation of this CTA's tokens into all their pool rows."""
-    hidden = const_expr(cfg.layer.hidden_size)
-    chunks = const_expr(-(-hidden // COLUMNS_PER_ITEM))
+    hidden, top_k = const_expr(cfg.layer.hidden_size), const_expr(cfg.layer.top_k)
+    width = const_expr(_columns_per_item(cfg))
+    chunks, pieces = const_expr(-(-hidden // width)), const_expr(width // 256)
     warps = const_expr(cfg.tile.math_warpgroups * 4)
-    item = warp
-    while item < own_tokens * chunks:
+    item = own_tokens * chunks * warp // warps
+    end = own_tokens * chunks * (warp + 1) // warps
+    known = Int32(-1)
+    slot_row = Int32(-1)
+    while item < end:
         local = item // chunks
         token = first_token + local
-        base = (item - local * chunks) * COLUMNS_PER_ITEM + lane * 8
-        inside = [Int32(1) if base + h * 256 < hidden else Int32(0) for h in range(2)]
-        loaded = [ptx.ldg128_if(x + (Int64(token) * hidden + base + h * 256) * 2, inside[h]) for h in range(2)]
-        for h in cutlass.range_constexpr(2):
+        base = (item - local * chunks) * width + lane * 8
+        if local != known:
+            slot_row = ptx.ldg32_if(
+                route_rows + Int64(token * top_k + lane) * 4, Int32(1) if lane < top_k else Int32(0)
+            )
+            known = local
+        loaded, inside = _load_item(x, hidden, token, base, pieces)
+        for p in cutlass.range_constexpr(pieces):
             values = []
             for w in cutlass.range_constexpr(4):
-                values += list(ptx.unpack_bf16(loaded[h][w]))
+                values += list(ptx.unpack_bf16(loaded[p][w]))
             amax = ptx.abs_max8(values)
             amax = ptx.max_nan(amax, ptx.shuffle_xor1_f(amax))
             scale, inverse = ptx.nvfp4_block_scale(amax, qs)
             words = [ptx.nvfp4_pair_as_f16(values[2 * w], values[2 * w + 1], inverse, scale) for w in range(4)]
-            _store_rows(cfg, pool, route_rows, token, base + h * 256, inside[h], words)
-        item = item + warps
+            _store_rows(top_k, hidden, pool, slot_row, base + p * 256, inside[p], words)
+        item = item + 1
 
 
 @cute.jit
-def stage_bf16(cfg, x: Int64, pool: Int64, route_rows: Int64, row_scale: Int64, maxima: Int32, first_token, own_tokens,
-               warp, lane, mtid, barrier_id: cutlass.Constexpr):
-    """RN16(x * 2^p) of this CTA's tokens into all their pool rows, 2^-p beside them; p from each row's largest value."""
+def _find_maxima(cfg, x: Int64, maxima: Int32, first_token, count, warp, lane):
+    """Largest bf16 magnitude (as bits) of `count` token rows into the zeroed shared words `maxima`."""
     hidden = const_expr(cfg.layer.hidden_size)
-    top_k = const_expr(cfg.layer.top_k)
-    chunks = const_expr(-(-hidden // COLUMNS_PER_ITEM))
+    chunks = const_expr(-(-hidden // MAXIMA_COLUMNS))
+    item = warp
+    while item < count * chunks:
+        local = item // chunks
+        base = (item - local * chunks) * MAXIMA_COLUMNS + lane * 8
+        loaded, _ = _load_item(x, hidden, first_token + local, base, MAXIMA_COLUMNS // 256)
+        largest = Int32(0)
+        for p in cutlass.range_constexpr(MAXIMA_COLUMNS // 256):
+            for w in cutlass.range_constexpr(4):
+                magnitude = loaded[p][w] & 0x7FFF7FFF
+                largest = ptx.max_u32(largest, ptx.max_u32(magnitude & 0xFFFF, (magnitude >> 16) & 0xFFFF))
+        largest = ptx.warp_max_u32(largest)
+        if lane == 0:
+            ptx.shared_max(maxima + local * 4, largest)
+        item = item + const_expr(cfg.tile.math_warpgroups * 4)
+
+
+@cute.jit
+def stage_bf16(
+    cfg,
+    x: Int64,
+    pool: Int64,
+    route_rows: Int64,
+    row_scale: Int64,
+    maxima: Int32,
+    first_token,
+    own_tokens,
+    warp,
+    lane,
+    mtid,
+    barrier_id: cutlass.Constexpr,
+):
+    """RN16(x * 2^p) of this CTA's tokens into all their pool rows, 2^-p beside them; p from a row's largest value."""
+    hidden, top_k = const_expr(cfg.layer.hidden_size), const_expr(cfg.layer.top_k)
+    width = const_expr(_columns_per_item(cfg))
+    chunks, pieces = const_expr(-(-hidden // width)), const_expr(width // 256)
     warps = const_expr(cfg.tile.math_warpgroups * 4)
     start = Int32(0)
     while start < own_tokens:
-        batch = own_tokens - start
-        batch = batch if batch < BATCH_TOKENS else Int32(BATCH_TOKENS)
+        count = own_tokens - start
+        count = count if count < BATCH_TOKENS else Int32(BATCH_TOKENS)
         if mtid < BATCH_TOKENS:
             ptx.sts32(maxima + mtid * 4, 0)
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
-        item = warp
-        while item < batch * chunks:
-            local = item // chunks
-            base = (item - local * chunks) * COLUMNS_PER_ITEM + lane * 8
-            inside = [Int32(1) if base + h * 256 < hidden else Int32(0) for h in range(2)]
-            address = x + (Int64(first_token + start + local) * hidden + base) * 2
-            loaded = [ptx.ldg128_if(address + h * 512, inside[h]) for h in range(2)]
-            largest = Int32(0)
-            for h in cutlass.range_constexpr(2):
-                for w in cutlass.range_constexpr(4):
-                    magnitude = loaded[h][w] & 0x7FFF7FFF
-                    largest = ptx.max_u32(largest, ptx.max_u32(magnitude & 0xFFFF, (magnitude >> 16) & 0xFFFF))
-            largest = ptx.warp_max_u32(largest)
-            if lane == 0:
-                ptx.shared_max(maxima + local * 4, largest)
-            item = item + warps
+        _find_maxima(cfg, x, maxima, first_token + start, count, warp, lane)
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
-        item = warp
-        while item < batch * chunks:
+        item = count * chunks * warp // warps
+        end = count * chunks * (warp + 1) // warps
+        known = Int32(-1)
+        slot_row = Int32(-1)
+        while item < end:
             local = item // chunks
             token = first_token + start + local
-            base = (item - local * chunks) * COLUMNS_PER_ITEM + lane * 8
+            base = (item - local * chunks) * width + lane * 8
+            if local != known:
+                mine = Int32(1) if lane < top_k else Int32(0)
+                slot_row = ptx.ldg32_if(route_rows + Int64(token * top_k + lane) * 4, mine)
+                known = local
+            loaded, inside = _load_item(x, hidden, token, base, pieces)
             largest = ptx.lds32(maxima + local * 4)
             biased = largest // 128
             p = Int32(141) - biased
             p = p if p < 126 else Int32(126)
             p = Int32(0) if biased == 255 or largest == 0 else p
             factor = ptx.as_float((p + 127) * 0x800000)
-            inside = [Int32(1) if base + h * 256 < hidden else Int32(0) for h in range(2)]
-            address = x + (Int64(token) * hidden + base) * 2
-            loaded = [ptx.ldg128_if(address + h * 512, inside[h]) for h in range(2)]
-            for h in cutlass.range_constexpr(2):
+            for piece in cutlass.range_constexpr(pieces):
                 words = []
                 for w in cutlass.range_constexpr(4):
-                    low, high = ptx.unpack_bf16(loaded[h][w])
+                    low, high = ptx.unpack_bf16(loaded[piece][w])
                     words.append(ptx.pack_f16_saturating(ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)))
-                _store_rows(cfg, pool, route_rows, token, base + h * 256, inside[h], words)
-            if base < top_k * 8:  # the first lanes of a row's first item
-                row = ptx.ldg32(route_rows + Int64(token * top_k + lane) * 4)
-                if row >= 0:
-                    ptx.stg32(row_scale + Int64(row) * 4, (Int32(127) - p) * 0x800000)
-            item = item + warps
+                _store_rows(top_k, hidden, pool, slot_row, base + piece * 256, inside[piece], words)
+            if base == lane * 8 and slot_row >= 0:  # the row's first item
+                ptx.stg32(row_scale + Int64(slot_row) * 4, (Int32(127) - p) * 0x800000)
+            item = item + 1
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
         start = start + BATCH_TOKENS

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded waits on global counters and the error record they leave.
 
-A wait polls with acquire loads; every 1024 polls it looks at the clock and at the abort word. When it gives up it returns
-1 and the caller skips its later waits: the launch then runs to its end on whatever the memory holds, so no role is left
-hanging, and the host finds the record and raises.
+A wait polls with acquire loads; every 1024 polls it looks at the clock and at the abort word. When it gives up it
+returns 1 and the caller skips its later waits: the launch then runs to its end on whatever the memory holds, so no role
+is left hanging, and the host finds the record and raises.
 """
 
 import cutlass
@@ -11,23 +11,16 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .. import ptx
+from .sites import SITE_FC1, SITE_FC2, SITE_STAGED
 
-SITE_STAGED = 1
-"""Token warp: the pool rows of this launch (index: none; expected: CTAs)."""
-SITE_FC1 = 2
-"""Token warp: a token block of fc1 output (index: block; expected: fc1 row tiles)."""
-SITE_FC2 = 3
-"""Math warps: all result rows of this launch (index: none; expected: fc2 tiles)."""
-
-SITE_NAMES = {SITE_STAGED: "staged tokens", SITE_FC1: "fc1 output block", SITE_FC2: "fc2 tiles"}
-"""What the host's error message calls each site of an error record."""
+__all__ = ["SITE_FC1", "SITE_FC2", "SITE_STAGED", "record_failure", "wait_at_least"]
 
 POLLS_PER_CHECK = 1024
 
 
 @cute.jit
 def record_failure(error: Int64, abort: Int64, site, index, epoch, expected, seen):
-    """First failure wins the record {set, rank, site, index, epoch, expected, seen, 0}; everyone raises the abort word."""
+    """First failure wins the record {set, rank, site, index, epoch, expected, seen, 0}; all raise the abort word."""
     if ptx.flag_cas64_acq_rel_gpu(error, Int64(0), Int64(1)) == 0:
         ptx.stg64(error + 8, Int64(0))
         ptx.stg64(error + 16, Int64(site))
@@ -39,7 +32,9 @@ def record_failure(error: Int64, abort: Int64, site, index, epoch, expected, see
 
 
 @cute.jit
-def wait_at_least(address: Int64, target, error: Int64, abort: Int64, timeout_ns: Int64, site: cutlass.Constexpr, index, epoch):
+def wait_at_least(
+    address: Int64, target, error: Int64, abort: Int64, timeout_ns: Int64, site: cutlass.Constexpr, index, epoch
+):
     """Poll a counter until it reaches `target`; returns 1 when it gave up, else 0."""
     start = cute.arch.globaltimer()
     seen = ptx.flag_load_acquire_gpu(address)
