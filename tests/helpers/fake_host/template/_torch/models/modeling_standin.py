@@ -28,8 +28,9 @@ class StandinRouting:
 
 def read_config(directory):
     config = json.loads((Path(directory) / "config.json").read_text())
+    count_names = ("num_experts", "n_routed_experts", "num_local_experts")
     return {
-        "num_experts": config.get("num_experts") or config.get("n_routed_experts"),
+        "num_experts": next(config[name] for name in count_names if name in config),
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["moe_intermediate_size"],
         "top_k": config["num_experts_per_tok"],
