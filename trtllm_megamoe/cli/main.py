@@ -21,6 +21,7 @@ _COMMANDS = {
     "doctor": "trtllm_megamoe.cli.doctor",
     "explain": "trtllm_megamoe.cli.explain",
     "check-graph": "trtllm_megamoe.cli.check_graph",
+    "compile": "trtllm_megamoe.cli.compile",
     "cache": "trtllm_megamoe.cli.cache",
 }
 """Command name -> module that holds `command`."""

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compile` without the DSL: what it needs, what it refuses, and that a filled cache needs nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.cli import invoke
+from trtllm_megamoe.cache.store import ObjectCache
+from trtllm_megamoe.kernels import hopper
+from vendored_kernels import compile as kernel_compile
+
+SMALL = ("--max-tokens-per-rank", "8", "--activations", "bf16")
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that a stand-in compiler fills: a file per kernel instead of an object."""
+
+    def fake(arch: str, layer: object, tiles: list[str], out_dir: Path) -> list[Path]:
+        paths = [out_dir / f"{arch}-{tile}.so" for tile in tiles]
+        for path in paths:
+            path.write_bytes(b"object of " + repr(layer).encode())
+        return paths
+
+    monkeypatch.setattr(kernel_compile, "compile_kernels", fake)
+    return tmp_path / "cache"
+
+
+def test_compile_twice_builds_each_kernel_once(cache_dir: Path) -> None:
+    first = invoke("compile", "--preset", "deepseek-v4-pro", "--out", cache_dir, "--max-tokens-per-rank", 8192)
+    assert first.exit_code == 0, first.output
+    assert "compiled" in first.output and "cached" not in first.output
+    names = [entry.name for _, entry in ObjectCache(cache_dir).entries()]
+    assert len(names) == len(set(names)) > 2
+    assert {name.split("-")[6] for name in names} == {"nvfp4", "bf16"}
+    second = invoke("compile", "--preset", "deepseek-v4-pro", "--out", cache_dir, "--max-tokens-per-rank", 8192)
+    assert "compiled" not in second.output.replace("kernels", "") and "cached" in second.output
+
+
+def test_compile_filled_cache_serves_the_engine_without_the_dsl(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invoke("compile", "--preset", "qwen3-235b", "--out", cache_dir, *SMALL).exit_code == 0
+
+    def refuse(*_: object) -> None:
+        raise kernel_compile.KernelCompileError("compiling needs the CuTe DSL")
+
+    monkeypatch.setattr(kernel_compile, "compile_kernels", refuse)
+    assert invoke("compile", "--preset", "qwen3-235b", "--out", cache_dir, *SMALL).exit_code == 0
+    missing = invoke("compile", "--preset", "kimi-k2", "--out", cache_dir, *SMALL)
+    assert missing.exit_code == 2
+    assert "needs the CuTe DSL" in missing.output and "cache import" in missing.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "exactly one of --preset and --checkpoint"),
+        (("--preset", "kimi-k2", "--ep-size", "7"), "not divisible by ep_size 7"),
+        (("--preset", "kimi-k3"), "kimi-k3"),
+    ],
+)
+def test_compile_bad_request_is_exit_2_with_the_reason(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    result = invoke("compile", "--out", tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_kernel_objects_depend_on_everything_that_is_compiled_in() -> None:
+    """Two layers that differ in any compiled-in fact never share an object."""
+    from trtllm_megamoe.config import MegaMoeConfig
+    from trtllm_megamoe.formats import ActivationMode
+
+    base = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 8}
+    changes: list[dict[str, object]] = [
+        {},
+        {"hidden_size": 512},
+        {"intermediate_size": 144},
+        {"num_experts": 8},
+        {"top_k": 2},
+        {"combine_format": "fp8"},
+        {"score_placement": "before_requant"},
+        {"swiglu_limit": 7.0},
+        {"swiglu_alpha": 1.702},
+        {"swiglu_beta": 1.0},
+    ]
+    specs = [hopper.layer_spec(MegaMoeConfig.create(**(base | change)), 1, ActivationMode.BF16) for change in changes]
+    specs.append(hopper.layer_spec(MegaMoeConfig.create(**base), 1, ActivationMode.NVFP4))
+    assert len(set(specs)) == len(specs)

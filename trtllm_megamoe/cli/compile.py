@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compile`: fill the kernel cache for a model ahead of time, on a machine with or without a GPU."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from trtllm_megamoe.buckets import BucketLadder
+from trtllm_megamoe.cache.store import ObjectCache
+from trtllm_megamoe.cli.explain import find_model
+from trtllm_megamoe.cli.failure import debug_option
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.contract import judge
+from trtllm_megamoe.errors import MegaMoeConfigError
+from trtllm_megamoe.formats import ActivationMode, CombineFormat
+from trtllm_megamoe.kernels import hopper
+from trtllm_megamoe.presets import PRESETS
+
+H200_SMS = 132
+"""Multiprocessors of H100 SXM and H200: they choose between whole and half tiles."""
+
+
+@click.command("compile", short_help="Compile a model's kernels into the cache; needs no GPU.")
+@click.option("--arch", type=click.Choice([hopper.ARCH]), default=hopper.ARCH, show_default=True, help="GPU target.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="Shape of a known model.")
+@click.option("--checkpoint", type=click.Path(exists=True, file_okay=False), help="Shape of a checkpoint directory.")
+@click.option(
+    "--ep-size", default=8, show_default=True, type=click.IntRange(min=1), help="Ranks the experts are split over."
+)
+@click.option("--max-tokens-per-rank", default=8192, show_default=True, type=click.IntRange(min=1), help="The cap.")
+@click.option(
+    "--combine-format",
+    "wires",
+    multiple=True,
+    type=click.Choice([f.value for f in CombineFormat]),
+    help="Wire format; may be repeated.  [default: bf16]",
+)
+@click.option(
+    "--activations",
+    "modes",
+    multiple=True,
+    type=click.Choice([m.value for m in ActivationMode]),
+    help="Activation mode; may be repeated.  [default: both]",
+)
+@click.option(
+    "--num-sms", default=H200_SMS, show_default=True, type=click.IntRange(min=1), help="GPU's multiprocessors."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Cache directory.  [default: TRTLLM_MEGAMOE_CACHE_DIR, or the user's cache directory]",
+)
+@debug_option
+def command(
+    arch: str,
+    preset: str | None,
+    checkpoint: str | None,
+    ep_size: int,
+    max_tokens_per_rank: int,
+    wires: tuple[str, ...],
+    modes: tuple[str, ...],
+    num_sms: int,
+    out: Path | None,
+) -> None:
+    """Compile every kernel that a layer of this model can launch, over all buckets; what is there already is kept."""
+    if (preset is None) == (checkpoint is None):
+        raise MegaMoeConfigError("give exactly one of --preset and --checkpoint")
+    model = find_model(preset or checkpoint or "")
+    cache = ObjectCache(out)
+    ladder = BucketLadder.for_cap(max_tokens_per_rank)
+    wanted = []
+    for wire in wires or (CombineFormat.BF16.value,):
+        config = MegaMoeConfig.create(
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_experts=model.num_experts,
+            top_k=model.top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            combine_format=wire,
+            score_placement=model.score_placement,
+            swiglu_limit=model.swiglu_limit,
+            swiglu_alpha=model.swiglu_alpha,
+            swiglu_beta=model.swiglu_beta,
+        )
+        verdict = judge(config, ep_size)
+        if not verdict.is_eligible:
+            raise MegaMoeConfigError(f"{model.name} cannot run on {ep_size} ranks: {verdict.describe()}")
+        for mode in modes or tuple(m.value for m in ActivationMode):
+            spec = hopper.layer_spec(config, ep_size, ActivationMode(mode))
+            tiles = hopper.tiles_of_ladder(spec, ladder, num_sms).values()
+            wanted += [(spec, tile) for tile in {tile.name: tile for tile in tiles}.values()]
+    for spec, tile in tqdm(wanted, desc=f"compile {arch}", unit="kernel", disable=None):
+        started = time.perf_counter()
+
+        def report(name: str, state: str, started: float = started) -> None:
+            tqdm.write(f"{state:9s} {time.perf_counter() - started:6.1f} s  {name}")
+
+        hopper.obtain(spec, [tile], cache, report)
+    click.echo(f"{len(wanted)} kernels for {model.name} ({arch}, EP {ep_size}) in {cache.root}")
