@@ -11,7 +11,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-PYTEST_ARGS ?=
+# two workers, each with whole files: a file's fixtures are built once
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # A test machine has few cores and many ranks: one thread a process, root allowed (containers), ranks not pinned.
 export OMP_NUM_THREADS ?= 1

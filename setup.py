@@ -23,7 +23,7 @@ DEV = [
     *BENCH,
     "pytest>=8.0",
     "pytest-timeout>=2.3",
-    "pytest-xdist>=3.5",
+    "pytest-xdist>=3.8",
     "hypothesis>=6.100",
     "ml_dtypes>=0.4",
     "pyyaml>=6.0",  # the stand-in host of the tests reads the user's YAML
