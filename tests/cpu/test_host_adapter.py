@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend as the host sees it: eligibility, construction per era, weights' hooks, forward, the operator."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.fake_host.install import installed_host
+from tests.helpers.golden import golden_layer
+from tests.helpers.host_layer import (
+    REL_L2,
+    Balancer,
+    load,
+    logits_of,
+    make_moe,
+    model_config,
+    oracle_of,
+    run_context,
+)
+from trtllm_megamoe.comm import run_threads
+from trtllm_megamoe.contract import RejectReason
+from trtllm_megamoe.envs import HOST_VARS
+from trtllm_megamoe.errors import (
+    MegaMoeCapacityError,
+    MegaMoeConfigError,
+    MegaMoeRankDivergenceError,
+    MegaMoeStateError,
+    MegaMoeUnavailableError,
+    MegaMoeWeightError,
+)
+from trtllm_megamoe.formats import ActivationMode, CombineFormat
+from trtllm_megamoe.reference.metrics import rel_l2
+
+QWEN = golden_layer("modelopt_nvfp4_qwen3_moe", 0)
+DEEPSEEK = golden_layer("modelopt_nvfp4_deepseek_v3", 1)
+
+
+@pytest.fixture(autouse=True)
+def _cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in HOST_VARS:  # registration writes aliases through; both lines make pytest take that back
+        monkeypatch.setenv(variable.name, "")
+        monkeypatch.delenv(variable.name)
+    monkeypatch.setenv("TRTLLM_MEGAMOE_ENGINE", "cpu")
+
+
+@pytest.fixture(params=["C", "D1", "D2"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A host of each era with the plug-in imported."""
+    with installed_host(tmp_path, request.param) as name:
+        importlib.import_module("trtllm_megamoe.host")
+        yield name
+
+
+@pytest.fixture
+def newest(tmp_path: Path) -> Iterator[str]:
+    with installed_host(tmp_path, "D2") as name:
+        importlib.import_module("trtllm_megamoe.host")
+        yield name
+
+
+def forward(moe: Any, golden: Any, rows: slice, **kwargs: Any) -> torch.Tensor:
+    out: torch.Tensor = moe.forward(golden.x[rows].bfloat16(), logits_of(golden, rows), **kwargs)
+    return out
+
+
+# ---- construction, loading, forward
+
+
+def test_backend_results_equal_the_oracle_in_every_era(base: str) -> None:
+    moe = make_moe(base, QWEN, model_config(moe_max_num_tokens=3))
+    assert type(moe.backend).__name__ == "TrtllmMegamoeBackend"
+    load(moe, QWEN)
+    rows = slice(0, 8)
+    assert rel_l2(forward(moe, QWEN, rows, all_rank_num_tokens=[8]), oracle_of(QWEN, rows)) < REL_L2
+    assert forward(moe, QWEN, slice(0, 0), all_rank_num_tokens=[0]).shape == (0, QWEN.x.shape[1])
+    # rows of attention-DP padding are cut off before us and never come back
+    assert forward(moe, QWEN, slice(0, 5), all_rank_num_tokens=[3]).shape[0] == 3
+    moe.backend.shutdown()
+    moe.backend.shutdown()
+
+
+def test_backend_settings_reach_the_layer(newest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_MEGAMOE_ACTIVATIONS", "bf16")
+    monkeypatch.setenv("MEGAMOE_COMBINE_FORMAT", "32e4m3xe8m0")
+    moe = make_moe(newest, DEEPSEEK, model_config())
+    load(moe, DEEPSEEK)
+    rows = slice(0, 6)
+    expected = oracle_of(DEEPSEEK, rows, ActivationMode.BF16, combine_format=CombineFormat.FP8)
+    assert rel_l2(forward(moe, DEEPSEEK, rows), expected) < REL_L2
+    assert rel_l2(forward(moe, DEEPSEEK, rows), oracle_of(DEEPSEEK, rows)) > 0.05
+
+
+def test_backend_takes_the_architectures_score_placement(newest: str) -> None:
+    """B33: weights before the requantisation give other numbers than weights after; V4 has them before."""
+    from types import SimpleNamespace
+
+    rows = slice(0, 6)
+    outputs = {}
+    for architecture in ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM"):
+        config = model_config(pretrained_config=SimpleNamespace(architectures=[architecture]))
+        moe = make_moe(newest, DEEPSEEK, config)
+        load(moe, DEEPSEEK)
+        outputs[architecture] = forward(moe, DEEPSEEK, rows)
+        placement = moe.backend.megamoe_layer.config.score_placement
+        assert rel_l2(outputs[architecture], oracle_of(DEEPSEEK, rows, score_placement=placement)) < REL_L2
+    assert rel_l2(*outputs.values()) > 10 * REL_L2
+
+
+def test_backend_reads_the_activations_constants(newest: str) -> None:
+    activation = importlib.import_module(f"{newest}.activation")
+    kind = activation.ActivationType.SwigluBias
+    limits = torch.full((16,), 0.5)
+    moe = make_moe(newest, QWEN, model_config(), activation=activation.MoEActivation(kind, 1.702, 1.0, limits))
+    load(moe, QWEN)
+    rows = slice(0, 4)
+    expected = oracle_of(QWEN, rows, swiglu_limit=0.5, swiglu_alpha=1.702, swiglu_beta=1.0)
+    assert rel_l2(forward(moe, QWEN, rows), expected) < REL_L2
+    limits[3] = 0.6
+    with pytest.raises(MegaMoeConfigError, match=r"swiglu_limit differs between experts \(0.5 to 0.6\)"):
+        make_moe(newest, QWEN, model_config(), activation=activation.MoEActivation(kind, 1.702, 1.0, limits))
+
+
+def test_backend_unknown_constructor_argument_is_refused_unless_empty(newest: str) -> None:
+    backend = importlib.import_module("trtllm_megamoe.host.register").register().backend
+    fields = {
+        "routing_method": None,
+        "num_experts": 16,
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "model_config": model_config(),
+    }
+    assert backend(**fields, situ_beta=None, init_load_balancer=False) is not None
+    with pytest.raises(MegaMoeUnavailableError, match=r"situ_beta=0.5.*doctor --host"):
+        backend(**fields, situ_beta=0.5)
+    with pytest.raises(ValueError, match="apply_router_weight_on_input"):
+        backend(**fields, apply_router_weight_on_input=True)
+
+
+def test_backend_hybrid_parallelism_is_refused_without_any_collective(
+    newest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R7: PP 2 x EP 4 in a world of 8; MPI is not even imported."""
+    ranks = importlib.import_module("trtllm_megamoe.host.ranks")
+    monkeypatch.setattr(ranks, "mpi", lambda: pytest.fail("a communicator was built"))
+    monkeypatch.setattr(ranks, "_mpi_world", lambda: pytest.fail("MPI was asked"))
+    mapping = {"world_size": 8, "pp_size": 2, "tp_size": 4, "moe_ep_size": 4, "enable_attention_dp": True}
+    with pytest.raises(MegaMoeConfigError, match=r"world has 8 ranks but moe_expert_parallel_size is 4.*pure DEP"):
+        make_moe(newest, QWEN, model_config(mapping=mapping))
+
+
+def test_backend_world_that_mpi_counts_differently_is_refused(newest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = importlib.import_module("trtllm_megamoe.host.ranks")
+    monkeypatch.setattr(ranks, "_mpi_world", lambda: (0, 1))
+    mapping = {"world_size": 4, "tp_size": 4, "rank": 2, "moe_ep_size": 4, "enable_attention_dp": True}
+    with pytest.raises(MegaMoeConfigError, match="MPI says rank 0 of 1, the host's mapping says 2 of 4"):
+        make_moe(newest, QWEN, model_config(mapping=mapping))
+
+
+def test_cap_is_the_smaller_bound_and_more_is_an_error_naming_both(newest: str) -> None:
+    """R2: never divided by the DP size; the error comes before any launch."""
+    moe = make_moe(newest, QWEN, model_config(moe_max_num_tokens=40, max_num_tokens=20))
+    load(moe, QWEN)
+    backend = moe.backend
+    assert backend.megamoe_layer.config.max_tokens_per_rank == 20
+    with pytest.raises(MegaMoeCapacityError, match=r"21 tokens .* cap of 20"):
+        backend.set_adaptive_launch_tokens(21)
+    x, logits = QWEN.x[:4].bfloat16(), logits_of(QWEN, slice(0, 4))
+    ids, weights = QWEN.topk_ids[:4].int(), logits[:, -QWEN.topk_ids.shape[1] :]
+    ctx = run_context(newest, token_selected_experts=ids, token_final_scales=weights, x=x, x_sf=None)
+    backend.set_adaptive_launch_tokens(4)
+    backend.run_moe(ctx)
+    assert backend.megamoe_layer.last_bucket == 16
+    backend.run_moe(ctx)  # the hint was consumed
+    assert backend.megamoe_layer.last_bucket == 20
+
+
+def test_run_moe_refuses_what_it_cannot_do(newest: str) -> None:
+    moe = make_moe(newest, QWEN, model_config())
+    fields = {"token_selected_experts": None, "token_final_scales": None, "x": None, "x_sf": None}
+    with pytest.raises(MegaMoeStateError, match="load weights first"):
+        moe.backend.run_moe(run_context(newest, **fields))
+    load(moe, QWEN)
+    for change in ({"lora_params": {}}, {"do_finalize": False}, {"output_dtype": torch.float16}):
+        with pytest.raises(MegaMoeConfigError):
+            moe.backend.run_moe(run_context(newest, **(fields | change)))
+    moe.comm = object()
+    with pytest.raises(MegaMoeConfigError, match="brings its own communication"):
+        moe.backend.validate_configurable_moe(moe)
+
+
+# ---- eligibility (R9, B30)
+
+
+REFUSALS = [
+    ({"quant": "fp8_block_scales"}, {}, "QUANT_UNSUPPORTED", "experts are fp8_block_scales"),
+    ({"quant": None}, {}, "QUANT_UNSUPPORTED", "not quantised"),
+    ({"dtype_act": torch.float16}, {}, "DTYPE_UNSUPPORTED", "float16, must be bfloat16"),
+    ({"hidden_size": 4112}, {}, "SHAPE_UNALIGNED", "hidden_size 4112 must be a multiple of 32"),
+    ({"intermediate_size": 1000}, {}, "SHAPE_UNALIGNED", "intermediate_size 1000 must be a multiple of 16"),
+    ({"top_k": 17}, {}, "SHAPE_UNALIGNED", "top_k 17"),
+    ({"activation": "Relu2"}, {}, "ACTIVATION_UNSUPPORTED", "activation Relu2"),
+    ({"bias": True}, {}, "ACTIVATION_UNSUPPORTED", "experts have biases"),
+    ({"swiglu_gptoss_style": True}, {}, "ACTIVATION_UNSUPPORTED", "experts have biases"),
+    ({}, {"num_slots": 30}, "SLOTS_NOT_DIVISIBLE_BY_EP", "30 expert slots are not divisible by ep_size 8"),
+    ({}, {"use_dp": False}, "TOPOLOGY_UNSUPPORTED", "set enable_attention_dp: true"),
+    ({}, {"ep_size": 4}, "TOPOLOGY_UNSUPPORTED", "ep_size 4 must equal the parallel size 8"),
+    ({}, {"tp_size": 2}, "TOPOLOGY_UNSUPPORTED", "MoE tensor parallelism is 2"),
+    ({}, {"cluster_size": 2}, "TOPOLOGY_UNSUPPORTED", "cluster size is 2"),
+    ({}, {"moe_lora_enabled": True}, "LORA_UNSUPPORTED", "LoRA"),
+]
+
+
+@pytest.mark.parametrize(("problem", "deployment", "reason", "detail"), REFUSALS)
+def test_can_implement_refusal_has_the_hosts_reason_and_the_predicate(
+    problem: dict[str, Any], deployment: dict[str, Any], reason: str, detail: str, newest: str
+) -> None:
+    contract = importlib.import_module(f"{newest}.impl_contract")
+    backend = importlib.import_module("trtllm_megamoe.host.register").register().backend
+    good_p = {"quant": "nvfp4", "dtype_act": torch.bfloat16, "hidden_size": 7168, "intermediate_size": 2048,
+              "num_experts": 256, "top_k": 8}  # fmt: skip
+    good_d = {"ep_size": 8, "tp_size": 1, "use_dp": True, "num_slots": 256, "parallel_size": 8,
+              "env": contract.MoEEnvironment(sm=90)}  # fmt: skip
+    ask = lambda p, d: backend.can_implement(contract.MoEProblem(**p), contract.MoEDeployment(**d))  # noqa: E731
+    assert ask(good_p, good_d)
+    # gates must tolerate what the host does not know yet
+    assert ask({"quant": "nvfp4", "dtype_act": torch.bfloat16}, good_d)
+    verdict = ask(good_p | problem, good_d | deployment)
+    assert not verdict and verdict.reject_reason.name == reason and detail in verdict.detail
+
+
+def test_can_implement_engine_and_sm_are_judged_for_the_cuda_engine_only(
+    newest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eligibility = importlib.import_module("trtllm_megamoe.host.eligibility")
+    contract = importlib.import_module(f"{newest}.impl_contract")
+    settings_of = importlib.import_module("trtllm_megamoe.host.settings").HostSettings.from_environment
+    problem = contract.MoEProblem(quant="nvfp4", dtype_act=torch.bfloat16)
+    environment = contract.MoEEnvironment(sm=89)
+    deployment = contract.MoEDeployment(
+        ep_size=8, tp_size=1, use_dp=True, num_slots=256, parallel_size=8, env=environment
+    )
+    assert eligibility.judge_host(problem, deployment, settings_of()).is_eligible
+    monkeypatch.delenv("TRTLLM_MEGAMOE_ENGINE")  # the default inside the host is the CUDA engine, never a silent CPU
+    reasons = [r for r, _ in eligibility.judge_host(problem, deployment, settings_of()).rejections]
+    assert reasons[0] is RejectReason.SM
+    if not torch.cuda.is_available():
+        assert RejectReason.ENGINE in reasons
+
+
+def test_every_reason_has_a_word_of_the_hosts(base: str) -> None:
+    reasons = importlib.import_module("trtllm_megamoe.host.eligibility").HOST_REASONS
+    members = importlib.import_module(f"{base}.impl_contract").MoERejectReason.__members__
+    assert set(reasons) == set(RejectReason) and set(reasons.values()) <= set(members)
+
+
+def test_refused_layer_is_named_with_reason_and_successor(
+    base: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bf16 draft layer beside NVFP4 layers: one message, or an error under TRTLLM_MEGAMOE_STRICT=1."""
+    unquantised = importlib.import_module("tensorrt_llm._torch.model_config").QuantConfig(None)
+    with caplog.at_level(logging.WARNING, logger="trtllm_megamoe.host.register"):
+        moe = make_moe(base, QWEN, model_config(), override_quant_config=unquantised, layer_idx=61)
+    assert type(moe.backend).__name__ == "CutlassFusedMoE"
+    texts = [r.getMessage() for r in caplog.records]
+    assert texts == [
+        "layer 61: MEGAMOE_CUTEDSL was asked for and refused: quantisation: experts are not quantised, this "
+        "backend runs NVFP4 experts only; CutlassFusedMoE runs instead"
+    ]
+
+
+def test_refused_layer_under_strict_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_MEGAMOE_STRICT", "1")
+    with installed_host(tmp_path, "D2") as name:
+        importlib.import_module("trtllm_megamoe.host")
+        unquantised = importlib.import_module("tensorrt_llm._torch.model_config").QuantConfig(None)
+        with pytest.raises(
+            MegaMoeConfigError, match=r"layer 61: .*CutlassFusedMoE runs instead, which .*STRICT=1 forbids"
+        ):
+            make_moe(name, QWEN, model_config(), override_quant_config=unquantised, layer_idx=61)
+
+
+def test_refused_layer_that_may_not_degrade_is_an_error_with_our_reason(newest: str) -> None:
+    with pytest.raises(MegaMoeConfigError, match=r"layer 7: MEGAMOE_CUTEDSL .* refused: shape: hidden_size 260"):
+        make_moe(newest, QWEN, model_config(), hidden_size=260, allow_backend_degradation=False)
+
+
+def test_other_backends_are_left_alone(base: str, caplog: pytest.LogCaptureFixture) -> None:
+    moe = make_moe(base, QWEN, model_config(moe_backend="CUTLASS"))
+    assert type(moe.backend).__name__ == "CutlassFusedMoE" and not caplog.records
+
+
+# ---- weights
+
+
+def test_sources_stay_empty_and_scales_follow_the_commit(newest: str) -> None:
+    moe = make_moe(newest, QWEN, model_config())
+    backend = moe.backend
+    names = ("w3_w1_weight", "w3_w1_weight_scale", "w2_weight", "w2_weight_scale")
+    assert all(getattr(backend, name).numel() == 0 for name in names) and backend.quant_scales == ()
+    load(moe, QWEN)
+    assert all(getattr(backend, name).numel() == 0 for name in names)
+    addresses = [t.data_ptr() for t in backend.quant_scales]
+    assert len(addresses) == 3
+    moe.pre_reload_weights()
+    load(moe, QWEN)
+    assert [t.data_ptr() for t in backend.quant_scales] == addresses
+
+
+def test_partial_loads_complete_at_the_finishing_hook(newest: str) -> None:
+    moe = make_moe(newest, QWEN, model_config())
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in QWEN.tensors.items():
+        parts.setdefault(name.split(".", 1)[1], {})[name] = tensor
+    for suffix in sorted(parts, reverse=True):
+        moe.load_weights([parts[suffix]], allow_partial_loading=True)
+    moe.process_weights_after_loading()
+    rows = slice(0, 5)
+    assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows)) < REL_L2
+
+
+def test_incomplete_load_names_what_is_missing(newest: str) -> None:
+    moe = make_moe(newest, QWEN, model_config())
+    without = {name: t for name, t in QWEN.tensors.items() if name != "3.w2.weight_scale"}
+    with pytest.raises(MegaMoeWeightError, match=r"layer 7.*w2.weight_scale.*3"):
+        moe.load_weights([without])
+    with pytest.raises(MegaMoeStateError):
+        forward(moe, QWEN, slice(0, 2))
+    load(moe, QWEN)
+    assert forward(moe, QWEN, slice(0, 2)).isfinite().all()
+
+
+def test_failed_reload_holds_the_layer_until_repeated_or_accepted(newest: str) -> None:
+    """R24: the layer keeps its old weights whole, but others may be new already, so forward refuses."""
+    rows = slice(0, 3)
+    moe = make_moe(newest, QWEN, model_config())
+    load(moe, QWEN)
+    before = forward(moe, QWEN, rows)
+    broken = {name: t for name, t in QWEN.tensors.items() if not name.startswith("5.w1.weight")}
+    for resolve in ("retry", "accept"):
+        moe.pre_reload_weights()
+        with pytest.raises(MegaMoeStateError, match="close the load window"):
+            forward(moe, QWEN, rows)
+        moe.load_weights([broken], allow_partial_loading=True)
+        with pytest.raises(MegaMoeWeightError, match=r"already new: none; not replaced yet: layer 7"):
+            moe.process_weights_after_loading()
+        with pytest.raises(MegaMoeStateError, match=r"last reload failed.*accept_mixed_weights"):
+            forward(moe, QWEN, rows)
+        if resolve == "retry":
+            load(moe, QWEN)
+        else:
+            importlib.import_module("trtllm_megamoe.host").accept_mixed_weights()
+        assert torch.equal(forward(moe, QWEN, rows), before)
+
+
+def test_fused_gate_up_loading_mode_is_refused(newest: str) -> None:
+    mode = importlib.import_module(f"{newest}.interface").MoEWeightLoadingMode.FUSED_GATE_UP_PROJ
+    moe = make_moe(newest, QWEN, model_config(), weight_loading_mode=mode)
+    with pytest.raises(MegaMoeWeightError, match="FUSED_GATE_UP_PROJ is not supported"):
+        moe.load_weights([QWEN.tensors])
+
+
+def test_static_placement_with_redundant_slots_equals_the_oracle(newest: str) -> None:
+    """Ids are slots (R25): 24 slots for 16 experts in a shuffled order, some experts twice."""
+    placement = [5, 3, 0, 1, 2, 4, 6, 7, 15, 14, 13, 12, 8, 9, 10, 11, 0, 5, 5, 7, 1, 2, 3, 9]
+    balancer = Balancer(placement=placement, num_slots=24, is_dynamic=False)
+    moe = make_moe(newest, QWEN, model_config(moe_load_balancer=balancer))
+    load(moe, QWEN)
+    rows = slice(0, 8)
+    assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows)) < REL_L2
+    with pytest.raises(MegaMoeConfigError, match=r"experts without a slot: \[11\]"):
+        homeless = Balancer(placement=placement[:15] + [0] * 9, num_slots=24, is_dynamic=False)
+        make_moe(newest, QWEN, model_config(moe_load_balancer=homeless))
+
+
+def test_migrating_experts_are_refused_at_creation(newest: str) -> None:
+    balancer = Balancer(placement=list(range(16)), num_slots=16, is_dynamic=True)
+    with pytest.raises(MegaMoeConfigError, match="layer 7: experts that migrate at run time"):
+        make_moe(newest, QWEN, model_config(moe_load_balancer=balancer))
+
+
+# ---- ranks agree
+
+
+def test_handshake_difference_is_the_same_text_on_every_rank() -> None:
+    handshake = importlib.import_module("trtllm_megamoe.host.ranks").handshake
+    texts: dict[int, str] = {}
+
+    def body(comm: Any) -> None:
+        facts = {"combine_format": "fp8" if comm.rank == 2 else "bf16", "trtllm_megamoe": "1"}
+        try:
+            handshake(facts, comm, 20.0)
+        except MegaMoeRankDivergenceError as err:
+            texts[comm.rank] = str(err)
+
+    run_threads(4, body, 60.0)
+    assert len(texts) == 4 and len(set(texts.values())) == 1
+    assert "combine_format" in texts[0] and "[2]" in texts[0] and "trtllm_megamoe:" not in texts[0]
+
+
+# ---- the operator
+
+
+def test_operator_passes_opcheck_and_compiles_to_one_call(newest: str) -> None:
+    moe = make_moe(newest, QWEN, model_config())
+    load(moe, QWEN)
+    backend, rows = moe.backend, slice(0, 5)
+    x, ids = QWEN.x[rows].bfloat16(), QWEN.topk_ids[rows].int()
+    weights = QWEN.topk_weights[rows].float()
+    arguments = (x, ids, weights, 5, backend._handle)
+    torch.library.opcheck(torch.ops.trtllm_megamoe.moe_forward.default, arguments)
+
+    calls: list[str] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        calls.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    ops = importlib.import_module("trtllm_megamoe.host.ops")
+    compiled = torch.compile(
+        lambda a, b, c: ops.moe_forward(a, b, c, 5, backend._handle), backend=count, fullgraph=True
+    )
+    assert torch.equal(compiled(x, ids, weights), ops.moe_forward(*arguments))
+    assert calls == ["trtllm_megamoe.moe_forward"]
+
+
+def test_operator_handle_of_a_released_layer_is_an_error() -> None:
+    ops = importlib.import_module("trtllm_megamoe.host.ops")
+    with pytest.raises(MegaMoeStateError, match="handle 123456 is gone"):
+        ops.moe_forward(torch.zeros(0, 4), torch.zeros(0, 1), torch.zeros(0, 1), 0, 123456)
