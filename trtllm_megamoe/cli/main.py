@@ -20,6 +20,7 @@ _COMMANDS = {
     "run": "trtllm_megamoe.cli.run",
     "doctor": "trtllm_megamoe.cli.doctor",
     "explain": "trtllm_megamoe.cli.explain",
+    "verify-checkpoint": "trtllm_megamoe.cli.verify_checkpoint",
     "check-graph": "trtllm_megamoe.cli.check_graph",
     "compile": "trtllm_megamoe.cli.compile",
     "cache": "trtllm_megamoe.cli.cache",
