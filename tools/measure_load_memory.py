@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import re
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +24,15 @@ from types import TracebackType
 import click
 import torch
 
+from trtllm_megamoe.weights import host_memory
 from trtllm_megamoe.weights.delivery import DeliveryOrder
 from trtllm_megamoe.weights.loader import WeightLoader
 from trtllm_megamoe.weights.spec import AuxFamily, LayerShape, ModuleSpec, TensorKey
 from trtllm_megamoe.weights.store import WeightStore
 
 NUM_LAYERS = 8
-SHAPE = LayerShape(hidden_size=1024, intermediate_size=768, num_experts=16, top_k=4)
-SPEC = ModuleSpec(SHAPE, first_expert=0, num_local_experts=16)
+SHAPE = LayerShape(hidden_size=1024, intermediate_size=512, num_experts=8, top_k=2)
+SPEC = ModuleSpec(SHAPE, first_expert=0, num_local_experts=8)
 MIB = 1 << 20
 
 
@@ -63,11 +66,25 @@ def tensors(order: list[tuple[int, TensorKey]], seed: int) -> Iterator[tuple[str
         del tensor
 
 
+def _mark(size: int) -> None:
+    with torch.profiler.record_function(f"pages {size}"):
+        pass
+
+
 class AllocationMeter:
-    """Peak of torch's CPU allocations inside the block, relative to its start."""
+    """Peak CPU allocations inside the block, relative to its start: torch's allocator and the loader's own pages."""
 
     def __enter__(self) -> AllocationMeter:
         gc.collect()
+        self._original = host_memory.map_anonymous
+
+        def counted(size: int) -> mmap.mmap:
+            pages = self._original(size)
+            _mark(size)
+            weakref.finalize(pages, _mark, -size)
+            return pages
+
+        host_memory.map_anonymous = counted
         activities = [torch.profiler.ProfilerActivity.CPU]
         self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
         self._profiler.__enter__()
@@ -77,9 +94,12 @@ class AllocationMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         gc.collect()
+        host_memory.map_anonymous = self._original
         self._profiler.__exit__(kind, error, trace)
         events = self._profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+        marks = [(event.start_ns(), event.name().split()) for event in events if event.name().startswith("pages ")]
+        memory = sorted(memory + [(start, int(words[1])) for start, words in marks])
         live = self.peak_bytes = 0
         for _, size in memory:
             live += size
@@ -159,7 +179,7 @@ def chunk_bytes(layout: str, device: str, meter: Callable[[], Meter]) -> int:
     for _ in range(2):  # the first call also makes lookup tables, which stay
         with meter() as measured:
             get_layout(layout).pack(host.to(torch.device(device)), target)
-    return measured.peak_bytes + (SHAPE.expert_bytes if device == "cpu" else 0)
+    return measured.peak_bytes + (SHAPE.expert_bytes if device == "cpu" else 0)  # on the CPU `to` copied nothing
 
 
 def growth(case: Case, layout: str, device: str, meter: Callable[[], Meter]) -> int:

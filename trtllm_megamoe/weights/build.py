@@ -10,7 +10,7 @@ import torch
 
 from trtllm_megamoe.weights.experts import ExpertWeights
 from trtllm_megamoe.weights.faults import FaultKind, FaultLog
-from trtllm_megamoe.weights.layouts import allocate_packed, get_layout, pack_staged
+from trtllm_megamoe.weights.layouts import allocate_packed, expert_rows, get_layout, pack_staged
 from trtllm_megamoe.weights.scales import LayerScales, resolve_scales
 from trtllm_megamoe.weights.spec import LayerShape, ModuleSpec, parse_name
 from trtllm_megamoe.weights.staging import ExpertStaging, NamedTensors, iter_named
@@ -61,7 +61,7 @@ def build_expert_weights(
     assert scales is not None  # no fault was found
     layout = get_layout("reference")
     packed = allocate_packed(layout, shape, num_local_experts, torch.device("cpu"))
-    pack_staged(layout, staging, packed)
+    pack_staged(layout, staging, torch.device("cpu"), expert_rows(packed, num_local_experts))
     return reference_weights(spec, packed, scales)
 
 

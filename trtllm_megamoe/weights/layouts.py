@@ -10,6 +10,7 @@ import torch
 
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.weights.experts import ExpertWeights
+from trtllm_megamoe.weights.host_memory import host_bytes
 from trtllm_megamoe.weights.layout_base import Buffers, ExpertBulk, Layout
 from trtllm_megamoe.weights.layout_reference import ReferenceLayout
 from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
@@ -38,10 +39,10 @@ def experts_per_chunk(shape: LayerShape, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 def allocate_packed(layout: Layout, shape: LayerShape, num_experts: int, device: torch.device) -> Buffers:
     """Uninitialised packed buffers of a whole module."""
-    return {
-        name: torch.empty((num_experts, *size), dtype=torch.uint8, device=device)
-        for name, size in layout.buffer_shapes(shape).items()
-    }
+    sizes = {name: (num_experts, *size) for name, size in layout.buffer_shapes(shape).items()}
+    if device.type == "cpu":
+        return {name: host_bytes(size) for name, size in sizes.items()}
+    return {name: torch.empty(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}
 
 
 def pack_bulk(
@@ -55,14 +56,32 @@ def pack_bulk(
         layout.pack(chunk, {name: tensor[start : start + step] for name, tensor in out.items()})
 
 
-def pack_staged(layout: Layout, staging: ExpertStaging, out: Buffers) -> None:
-    """Pack a complete staging into `out` expert by expert, freeing each expert's sources behind it.
+def expert_rows(buffers: Buffers, num_experts: int) -> list[Buffers]:
+    """Views of packed buffers, one set per expert with dimension 0 of length one."""
+    return [{name: tensor[row : row + 1] for name, tensor in buffers.items()} for row in range(num_experts)]
 
-    Besides `out` this needs one expert's sources on `out`'s device and that expert's transient.
+
+def pack_staged(
+    layout: Layout, staging: ExpertStaging, device: torch.device, out: list[Buffers] | None
+) -> list[Buffers]:
+    """Pack a complete staging expert by expert, freeing each expert's sources behind it.
+
+    Args:
+        layout: target layout.
+        staging: complete sources; empty afterwards.
+        device: where packing runs; it needs one expert's sources and that expert's transient there.
+        out: one set of buffers per local expert to write to; None allocates each set when its turn comes, so that
+            memory moves from sources to packed expert by expert.
+
+    Returns:
+        The sets written.
     """
-    device = next(iter(out.values())).device
+    packed: list[Buffers] = []
     for row, expert in enumerate(staging.spec.local_experts):
-        layout.pack(staging.take_expert(expert).to(device), {name: t[row : row + 1] for name, t in out.items()})
+        target = allocate_packed(layout, staging.spec.shape, 1, device) if out is None else out[row]
+        layout.pack(staging.take_expert(expert).to(device), target)
+        packed.append(target)
+    return packed
 
 
 def bulk_of(weights: ExpertWeights) -> ExpertBulk:

@@ -12,6 +12,7 @@ failure leaves every module wholly old or wholly new, and the error lists both s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -19,10 +20,14 @@ import torch
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeUnavailableError, MegaMoeWeightError
 from trtllm_megamoe.weights.delivery import DeliveryOrder, MixLedger, staging_peak
 from trtllm_megamoe.weights.faults import FaultKind, FaultLog, id_ranges
-from trtllm_megamoe.weights.host_memory import available_host_bytes
+from trtllm_megamoe.weights.host_memory import available_host_bytes, return_freed_memory
 from trtllm_megamoe.weights.spec import AuxFamily, parse_name
+from trtllm_megamoe.weights.spill import SpillFile
 from trtllm_megamoe.weights.staging import NamedTensors, iter_named
 from trtllm_megamoe.weights.store import WeightStore
+
+_TRIMS_PER_LAYER = 8
+"""How often the caller's freed tensors are returned to the system, per layer's worth of deliveries."""
 
 
 class WeightLoader:
@@ -59,6 +64,7 @@ class WeightLoader:
         order: DeliveryOrder = DeliveryOrder.ANY,
         families: Iterable[AuxFamily] | None = None,
         names: Iterable[str] | None = None,
+        spill_directory: Path | None = None,
     ) -> LoadWindow:
         """Open a load or reload window.
 
@@ -68,10 +74,12 @@ class WeightLoader:
             families: scale families that will come; None waits for those in use (all three at a first load). `()`
                 announces a weights-only reload, which keeps the scales and commits each layer as early as possible.
             names: the tensor names in order of delivery, where known: makes the memory check exact.
+            spill_directory: stage in a temporary file there instead of in memory; slower, and any order then needs the
+                memory of one expert only.
 
         Raises:
             MegaMoeStateError: a window is open, or a store may not be reloaded.
-            MegaMoeUnavailableError: the host has not the memory that staging will need; nothing was changed.
+            MegaMoeUnavailableError: the host has not the memory (or disk) that staging will need; nothing was changed.
         """
         self._require_closed("opening another")
         chosen = list(self.stores) if layers is None else sorted(set(layers))
@@ -79,16 +87,22 @@ class WeightLoader:
         if unknown:
             raise MegaMoeStateError(f"{self.who}no store for layers {unknown}; known: {id_ranges(self.stores)}")
         declared = None if families is None else frozenset(families)
-        self._check_memory(chosen, order, declared, names)
+        spill = None
+        if spill_directory is None:
+            self._check_memory(chosen, order, declared, names)
+        else:
+            spill = SpillFile(spill_directory, sum(self.stores[layer].spec.source_bytes for layer in chosen))
         begun: list[int] = []
         try:
             for layer in chosen:
-                self.stores[layer].begin(declared)
+                self.stores[layer].begin(declared, spill)
                 begun.append(layer)
         except MegaMoeStateError:
             self._end_stores(begun)
+            if spill is not None:
+                spill.close()
             raise
-        self._window = LoadWindow(self, chosen, order)
+        self._window = LoadWindow(self, chosen, order, spill)
         return self._window
 
     def accept_mix(self) -> None:
@@ -110,6 +124,8 @@ class WeightLoader:
         else:
             self._mix.succeeded(new)
         self._end_stores(window.layers)
+        if window.spill is not None:
+            window.spill.close()
         if not self._mix.layers:
             self._release_held()
 
@@ -139,21 +155,23 @@ class WeightLoader:
             least = staging_peak(specs, expected, DeliveryOrder.LAYER, None)
             raise MegaMoeUnavailableError(
                 f"{self.who}loading layers {id_ranges(layers)} in this order stages up to {need} bytes on the host, "
-                f"{available} are available; deliver layer by layer (order='layer'), which needs {least} bytes. "
-                "Nothing was changed"
+                f"{available} are available; deliver layer by layer (order='layer'), which needs {least} bytes, "
+                "or give a spill_directory. Nothing was changed"
             )
 
 
 class LoadWindow:
     """One load or reload in progress. Leaving the `with` block closes it; an exception inside it aborts it."""
 
-    def __init__(self, loader: WeightLoader, layers: list[int], order: DeliveryOrder) -> None:
+    def __init__(self, loader: WeightLoader, layers: list[int], order: DeliveryOrder, spill: SpillFile | None) -> None:
         self.layers = layers
+        self.spill = spill
         self._loader = loader
         self._order = order
         self._faults = FaultLog()
         self._current: int | None = None
         self._is_open = True
+        self._since_trim = 0
         only = loader.stores[layers[0]] if len(layers) == 1 else None
         # A store without a layer index of its own takes names of one layer, whatever its number.
         self._takes_any_layer = only is not None and only.layer is None
@@ -228,6 +246,10 @@ class LoadWindow:
             self._current = layer
         self._loader.stores[layer].stage(parsed.key, tensor, parsed.reciprocal)
         self._commit(layer, final=False)
+        self._since_trim += tensor.nbytes if tensor.device.type == "cpu" else 0
+        if self._since_trim * _TRIMS_PER_LAYER > self._loader.stores[layer].spec.source_bytes:
+            return_freed_memory()
+            self._since_trim = 0
 
     def _route(self, name: str, layer: int | None) -> int | None:
         """Which store a tensor belongs to; None (and a fault) when to none of this window's."""

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from trtllm_megamoe.errors import MegaMoeWeightError
+from trtllm_megamoe.weights.host_memory import host_bytes
+from trtllm_megamoe.weights.spill import read_into
 
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -109,16 +111,11 @@ class SafetensorsFile:
         dtype = self.dtype(name)
         if dtype is None:
             raise self._fault(f"tensor {name} has dtype {entry.dtype}, which cannot be read")
-        data = torch.empty(entry.nbytes, dtype=torch.uint8)
-        view = data.numpy().data.cast("B") if entry.nbytes else memoryview(b"")
+        data = host_bytes((entry.nbytes,))
         descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
-            done = 0
-            while done < entry.nbytes:
-                count = os.preadv(descriptor, [view[done:]], entry.offset + done)
-                if count == 0:
-                    raise self._fault(f"truncated while reading {name}")
-                done += count
+            if not read_into(descriptor, data, entry.offset):
+                raise self._fault(f"truncated while reading {name}")
         finally:
             os.close(descriptor)
         return data.view(dtype).reshape(entry.shape)

@@ -15,6 +15,7 @@ import torch
 
 from trtllm_megamoe.errors import MegaMoeStateError
 from trtllm_megamoe.weights.faults import FaultKind, FaultLog
+from trtllm_megamoe.weights.host_memory import host_bytes
 from trtllm_megamoe.weights.layout_base import BULK_FIELDS, ExpertBulk
 from trtllm_megamoe.weights.spec import (
     AuxFamily,
@@ -25,6 +26,7 @@ from trtllm_megamoe.weights.spec import (
     accepted_dtypes,
     parse_name,
 )
+from trtllm_megamoe.weights.spill import SpillFile
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -85,10 +87,13 @@ class ExpertStaging:
     cannot be packed, so only the checking goes on.
     """
 
-    def __init__(self, spec: ModuleSpec) -> None:
+    def __init__(self, spec: ModuleSpec, spill: SpillFile | None = None) -> None:
+        """`spill` keeps bulk on disk instead of in memory."""
         self.spec = spec
+        self._spill = spill
+        self._token = object()  # one file serves the stagings of a whole window
         self.faults = FaultLog()
-        self._bulk: dict[TensorKey, torch.Tensor] = {}
+        self._bulk: dict[TensorKey, torch.Tensor | None] = {}  # None: on disk
         self._covered: set[TensorKey] = set()
         self._rejected: set[TensorKey] = set()
         self._scalars: dict[TensorKey, float] = {}
@@ -98,8 +103,8 @@ class ExpertStaging:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of bulk memory held now."""
-        return sum(tensor.nbytes for tensor in self._bulk.values())
+        """Bytes of bulk memory held now; what is on disk does not count."""
+        return sum(tensor.nbytes for tensor in self._bulk.values() if tensor is not None)
 
     @property
     def bulk_complete(self) -> bool:
@@ -161,13 +166,18 @@ class ExpertStaging:
 
     def _stage_bulk(self, key: TensorKey, tensor: torch.Tensor) -> None:
         data = tensor.detach().contiguous().view(torch.uint8)
-        copy = torch.empty(data.shape, dtype=torch.uint8, device="cpu")
+        copy = host_bytes(tuple(data.shape))
         copy.copy_(data)
         if key.component is Component.BLOCK_SCALES and not check_scale_bytes(key, copy, self.faults):
             return
         self._covered.add(key)
-        if not self.faults:
+        if self.faults:
+            return
+        if self._spill is None:
             self._bulk[key] = copy
+        else:
+            self._spill.write((self._token, key), copy)
+            self._bulk[key] = None
 
     def drop_bulk(self) -> None:
         """Free the bulk held so far; what has come stays known."""
@@ -201,8 +211,14 @@ class ExpertStaging:
             or TensorKey(expert, Projection.GATE, Component.CODES) not in self._bulk
         ):
             raise MegaMoeStateError("sources are not complete; uncovered rows are never packed")
-        keys = (TensorKey(expert, *what) for what in BULK_FIELDS.values())
-        return ExpertBulk(*(self._bulk.pop(key).unsqueeze(0) for key in keys))
+        return ExpertBulk(*(self._take(TensorKey(expert, *what)).unsqueeze(0) for what in BULK_FIELDS.values()))
+
+    def _take(self, key: TensorKey) -> torch.Tensor:
+        tensor = self._bulk.pop(key)
+        if tensor is None:
+            assert self._spill is not None  # only a spill leaves None behind
+            return self._spill.read((self._token, key))
+        return tensor
 
     def global_scale(self, projection: Projection) -> torch.Tensor:
         """`weight_scale_2` (L,) float32 of one projection; the family must be complete."""

@@ -24,10 +24,12 @@ from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.weights.build import reference_weights
 from trtllm_megamoe.weights.experts import ExpertWeights
 from trtllm_megamoe.weights.faults import FaultKind, FaultLog
+from trtllm_megamoe.weights.host_memory import return_freed_memory
 from trtllm_megamoe.weights.layout_base import Buffers
-from trtllm_megamoe.weights.layouts import allocate_packed, get_layout, pack_staged
+from trtllm_megamoe.weights.layouts import allocate_packed, expert_rows, get_layout, pack_staged
 from trtllm_megamoe.weights.scales import LayerScales, derive_alphas, resolve_scales
 from trtllm_megamoe.weights.spec import AuxFamily, ModuleSpec, TensorKey
+from trtllm_megamoe.weights.spill import SpillFile
 from trtllm_megamoe.weights.staging import ExpertStaging
 
 logger = logging.getLogger(__name__)
@@ -200,12 +202,13 @@ class WeightStore:
 
     # ---- the loader's side ---------------------------------------------------------------------------------------
 
-    def begin(self, families: frozenset[AuxFamily] | None) -> None:
+    def begin(self, families: frozenset[AuxFamily] | None, spill: SpillFile | None = None) -> None:
         """Open this store for a load window.
 
         Args:
             families: scale families that will come and are waited for before the commit; None waits for what the store
                 has now, or for all of them at the first load. What has not come by the end is decided then.
+            spill: where sources wait instead of in memory.
 
         Raises:
             MegaMoeStateError: a window is open, or a reload under dynamic EPLB (R25).
@@ -217,7 +220,7 @@ class WeightStore:
         self._move(StoreState.LOADING)
         self._expected = self.expected_families(families)
         self._applied = frozenset()
-        self._staging = ExpertStaging(self.spec)
+        self._staging = ExpertStaging(self.spec, spill)
         self._late = FaultLog()
         self._is_bulk_over = False
 
@@ -320,30 +323,38 @@ class WeightStore:
     def _replace(self, scales: LayerScales, mode: ActivationMode, alphas: dict[str, torch.Tensor]) -> None:
         """Everything that can fail happens before the first byte in use changes."""
         alphas = {name: tensor.to(self.device) for name, tensor in alphas.items()}
-        packed: Buffers = {}
-        if self._state is StoreState.LOADING:
-            packed = allocate_packed(self.layout, self.spec.shape, self.spec.num_local_experts, self.device)
-            pack_staged(self.layout, self._staging, packed)
+        aside: list[Buffers] = []
+        fresh: Buffers = {}
+        if self._state is StoreState.LOADING and self._packed:
+            aside = pack_staged(self.layout, self._staging, self.device, None)
+        elif self._state is StoreState.LOADING:
+            num_experts = self.spec.num_local_experts
+            fresh = allocate_packed(self.layout, self.spec.shape, num_experts, self.device)
+            pack_staged(self.layout, self._staging, self.device, expert_rows(fresh, num_experts))
         self._applied |= {family for family in AuxFamily if self._staging.is_complete(family)}
         self._staging = ExpertStaging(self.spec)
-        self._publish(self._packed, packed)
-        self._publish(self._alphas, alphas)
+        self._publish(aside, fresh, alphas)
         self._scales, self._mode = scales, mode
         if self._state is StoreState.LOADING:
             self._move(StoreState.COMMITTED)
-        del packed
+        del aside, fresh
+        return_freed_memory()
         logger.debug("%s: replaced, activation mode %s", self.where, mode.value)
         for listener in self._listeners:
             listener(self)
 
-    def _publish(self, live: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) -> None:
-        """Adopt fresh tensors at the first load, copy over the live ones later: graphs hold their addresses."""
-        if not live:
-            live.update(fresh)
-            return
+    def _publish(self, aside: list[Buffers], fresh: Buffers, alphas: dict[str, torch.Tensor]) -> None:
+        """Adopt tensors at the first load, copy over the live ones later: graphs hold their addresses."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a launch in flight on any stream still reads the old bytes
-        for name, tensor in fresh.items():
-            live[name].copy_(tensor)
+        self._packed.update(fresh)
+        for live, packed in zip(expert_rows(self._packed, len(aside)), aside, strict=True):
+            for name, tensor in packed.items():
+                live[name].copy_(tensor)
+        for name, tensor in alphas.items():
+            if name in self._alphas:
+                self._alphas[name].copy_(tensor)
+            else:
+                self._alphas[name] = tensor
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
