@@ -87,6 +87,9 @@ def _local(frame: Frame, function: Value, arguments: Arguments) -> Value:
     project = frame.session.project
     target = project.functions.get(function.target)
     if target is not None:
+        unbound = function.bound is not None and function.bound.kind is Kind.LOCAL
+        if unbound and arguments.positional and not target.decorators & {"classmethod", "staticmethod"}:
+            return follow(frame, target, arguments.rest(), arguments.positional[0])  # Class.method(instance, ...)
         return follow(frame, target, arguments, function.bound)
     class_ = project.classes[function.target]
     instance = Value(Kind.INSTANCE, target=class_.key)
@@ -266,7 +269,9 @@ def _method(frame: Frame, node: ast.Call, receiver: Receiver, arguments: Argumen
     if value.target == _HOST_RNG_INSTANCE:
         frame.report("GR501", node, f"host random number: `{text}`")
         return HOST
-    queried = value.target in ("torch.cuda.Event", "torch.cuda.Stream") or words.QUERY_RECEIVERS.search(receiver.last)
+    queried = value.target in ("torch.cuda.Event", "torch.cuda.Stream") or (
+        value.kind is Kind.UNKNOWN and not arguments.positional and not arguments.keywords
+    )
     waits = name in words.SYNC_METHODS or (name == "query" and queried)
     if waits or (name == "barrier" and words.BARRIER_RECEIVERS.search(receiver.last)):
         frame.report("GR601", node, f"waits on the host: `{text}`")
@@ -290,6 +295,8 @@ def _method(frame: Frame, node: ast.Call, receiver: Receiver, arguments: Argumen
         return _container_method(value, name, arguments)
     if value.kind is Kind.HOST:
         return HOST
+    if value.kind in (Kind.LOCAL, Kind.NAME):
+        return UNKNOWN
     if value.kind is Kind.INSTANCE:
         _follow_callbacks(frame, arguments)
         if name in ("forward", "__call__"):

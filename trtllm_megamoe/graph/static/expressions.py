@@ -192,6 +192,9 @@ def attribute_of(frame: Frame, base: Value, name: str) -> Value:
 
 
 def _attribute(frame: Frame, node: ast.Attribute) -> Value:
+    narrowed = frame.env.get(dotted_name(node) or "")
+    if narrowed is not None:
+        return narrowed
     return attribute_of(frame, evaluate(frame, node.value), node.attr)
 
 
@@ -299,6 +302,8 @@ def _dict(frame: Frame, node: ast.Dict) -> Value:
         if key is not None:
             evaluate(frame, key)
     values = [evaluate(frame, value) for value in node.values]
+    if len({value.holds_device for value in values}) > 1:  # a record of mixed fields: which one is read is not known
+        return container_of(UNKNOWN)
     return container_of(join(values)) if values else container(())
 
 

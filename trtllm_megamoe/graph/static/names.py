@@ -103,7 +103,8 @@ def bind(
     names = [*args.posonlyargs, *args.args]
     passed = list(arguments)
     if function.owner is not None and function.parent is None and "staticmethod" not in function.decorators:
-        passed.insert(0, receiver or Value(Kind.INSTANCE, target=function.owner.key))
+        kind = Kind.LOCAL if "classmethod" in function.decorators else Kind.INSTANCE
+        passed.insert(0, receiver if receiver and receiver.kind is kind else Value(kind, target=function.owner.key))
     defaults: dict[str, ast.expr] = dict(
         zip((a.arg for a in names[len(names) - len(args.defaults) :]), args.defaults, strict=True)
     )

@@ -126,7 +126,8 @@ def _check_counter(frame: Frame, target: ast.expr, added: Value, node: ast.stmt,
     owner = frame.function.owner if frame.function else None
     if owner is None or not (isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"):
         return
-    if not any(name.split(".")[0] == "torch" for name in frame.module.imports.values()):
+    imports_torch = any(name.split(".")[0] == "torch" for name in frame.module.imports.values())
+    if not imports_torch and not any(value.on_device for value in frame.env.values()):
         return  # host bookkeeping without any tensor
     with frame.mute():
         held = attribute_of(frame, evaluate(frame, target.value), target.attr)
@@ -169,6 +170,8 @@ def _if(frame: Frame, node: ast.If) -> None:
     with frame.mute(guard is True or _is_error_path(node.orelse)):
         run_block(frame, node.orelse)
     _merge(frame, [(after_body, node.body), (frame.env, node.orelse)])
+    if not _leaves(node.body):  # what was proved about attributes holds inside the branches only
+        frame.env = {name: value for name, value in frame.env.items() if "." not in name}
     if guard is True and _leaves(node.body):
         frame.muted += 1  # the rest of this function never runs under capture
 
@@ -206,7 +209,8 @@ def _tested_classes(test: ast.expr, joined_by: type[ast.boolop], negated: bool =
         return {name: c for part in test.values for name, c in _tested_classes(part, joined_by, negated).items()}
     if negated or not isinstance(test, ast.Call) or dotted_name(test.func) != "isinstance" or len(test.args) != 2:
         return {}
-    return {test.args[0].id: ast.unparse(test.args[1])} if isinstance(test.args[0], ast.Name) else {}
+    name = dotted_name(test.args[0])
+    return {name: ast.unparse(test.args[1])} if name is not None else {}
 
 
 def _narrow(env: dict[str, Value], classes: dict[str, str]) -> dict[str, Value]:

@@ -134,9 +134,14 @@ def operation(frame: Frame, node: ast.Call, tensor: Value, name: str, arguments:
         return HOST if name in ("equal", "allclose", "is_nonzero") else DEVICE
     if _is_data_dependent(tensor, name, arguments, is_method) and maybe_device:
         frame.report("GR301", node, f"output shape depends on device values: `{text}`")
-    elif name in words.SIZE_METHODS and maybe_device:
+    elif name in words.SIZE_METHODS and maybe_device and not (is_method and _is_module_call(tensor, others)):
         _sizes(frame, node, arguments)
     return _result(tensor, name, arguments)
+
+
+def _is_module_call(receiver: Value, arguments: list[Value]) -> bool:
+    """An unknown receiver with whole tensors as arguments is a module with a method of that name, not a tensor."""
+    return not receiver.on_device and any(v.on_device and not v.scalar for v in arguments)
 
 
 def _is_data_dependent(tensor: Value, name: str, arguments: Arguments, is_method: bool) -> bool:
@@ -147,7 +152,9 @@ def _is_data_dependent(tensor: Value, name: str, arguments: Arguments, is_method
     if name == "repeat_interleave":
         repeats = arguments.get(0, "repeats")
         alone = not is_method and not arguments.has(0, "repeats")
-        return "output_size" not in arguments.keywords and (alone or repeats.on_device)
+        written = ast.unparse(arguments.nodes[0]) if arguments.nodes else ""
+        counts = repeats.on_device or (repeats.kind is Kind.UNKNOWN and words.COUNT_NAMES.search(written))
+        return "output_size" not in arguments.keywords and bool(alone or counts)
     if name == "one_hot":
         return not arguments.has(0, "num_classes") or arguments.get(0, "num_classes").literal == -1
     return False

@@ -56,6 +56,7 @@ HOST_TENSOR_NAMES = re.compile(r"(_cpu|_host)$")
 PINNED_NAMES = re.compile(r"(^|_)pinned($|_)")
 NUMPY_NAMES = re.compile(r"(_np|_numpy)$")
 MASK_NAMES = re.compile(r"(^|_)mask(s|ed)?($|_)")
+COUNT_NAMES = re.compile(r"(^|[_.])(counts|lengths|lens|repeats)$|tokens_per_expert$")
 COUNTER_NAMES = re.compile(r"(^|_)(step|steps|count|counter|iteration|tick)$")
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -156,7 +157,6 @@ SYNCS = _words(
     "torch.cuda.memory.empty_cache torch.accelerator.empty_cache"
 )
 SYNC_METHODS = _words("synchronize elapsed_time cudaDeviceSynchronize cudaStreamSynchronize cudaEventSynchronize")
-QUERY_RECEIVERS = re.compile(r"(event|stream)s?$", re.IGNORECASE)
 BARRIER_RECEIVERS = re.compile(r"(dist|distributed|comm|group|world)$", re.IGNORECASE)
 OBJECT_COLLECTIVES = _words(
     "all_gather_object broadcast_object_list gather_object scatter_object_list send_object_list recv_object_list"

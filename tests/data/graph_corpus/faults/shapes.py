@@ -92,3 +92,14 @@ def step(lengths: Tensor, grid: Tensor) -> Tensor:
 def step(x: Tensor, ids: Tensor) -> Tensor:
     foreign = (ids < 0).unsqueeze(-1).expand_as(x).logical_not()
     return x[foreign]  # expect: GR302
+
+
+# snippet: attribute_narrowed_to_a_tensor
+class Window:
+    def __init__(self, length: int | Tensor):
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.length, int):
+            return x[: self.length]
+        return x[: self.length]  # expect: GR303

@@ -244,3 +244,46 @@ def step(x: Tensor, ids: Tensor) -> Tensor:
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} is {tensor.dtype}")
     return x
+
+
+# snippet: record_of_mixed_fields
+def step(x: Tensor) -> Tensor:
+    context = {"ids": x, "first_pass": True}
+    if context["first_pass"]:
+        return context["ids"] * 2
+    return x
+
+
+# snippet: attribute_narrowed_to_a_number
+class Window:
+    def __init__(self, length: int | Tensor):
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.length, int):
+            return x[: self.length]
+        return x.masked_fill(x > self.length, 0.0)
+
+
+# snippet: module_named_like_a_method
+class Block:
+    def __init__(self, moe):
+        self.moe = moe
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        return self.moe.topk(x, logits)
+
+
+# snippet: class_methods_and_unbound_calls
+class Base:
+    @classmethod
+    def pick(cls, x: Tensor) -> Tensor:
+        return x if cls.is_wide() else -x
+
+    def scale(self, x: Tensor, factor: int) -> Tensor:
+        return x * range(factor)[-1]
+
+
+class Step(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return Base.scale(self, self.pick(x), 3)
