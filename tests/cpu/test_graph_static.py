@@ -177,3 +177,10 @@ def test_renderings_carry_every_finding_and_suppression() -> None:
         region = result["locations"][0]["physicalLocation"]["region"]
         assert region["startLine"] >= 1 and region["startColumn"] >= 1
     assert [r["suppressions"][0]["justification"] for r in run["results"] if "suppressions" in r] == ["the reply"]
+
+
+def test_guide_lists_every_rule_as_the_catalogue_says() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "cuda-graphs.md").read_text(encoding="utf-8")
+    for rule in RULES.values():
+        row = f"| {rule.id} {rule.name} | {rule.level.value} | {rule.what} | {rule.why} | {rule.instead} |"
+        assert row in guide, f"docs/cuda-graphs.md lacks or contradicts {rule.id}"
