@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -270,8 +272,12 @@ def test_cache_in_a_read_only_directory_serves_hits_and_builds_privately_with_a_
     for path in [root, *root.rglob("*")]:
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
     before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+    scratch = open_directory / "tmp"
+    scratch.mkdir()
+    scratch.chmod(0o777)
 
     def body() -> None:
+        tempfile.tempdir = str(scratch)  # a forked process of a test cleans nothing up
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -285,8 +291,8 @@ def test_cache_in_a_read_only_directory_serves_hits_and_builds_privately_with_a_
         assert len(records) == 1 and "cannot be written" in records[0] and "TRTLLM_MEGAMOE_CACHE_DIR" in records[0]
         assert_holds(cache.get_or_build(missing, never), missing)
         assert_holds(cache.get(missing), missing)
-        del cache
-        assert not private.directory.exists()
+        del cache  # the engine's may be gone before the object is loaded; other layers come with their own
+        assert_holds(ObjectCache(root).get_or_build(missing, never), missing)
 
     run_without_rights(body)
     assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
@@ -313,9 +319,33 @@ def test_cache_on_a_full_disk_keeps_the_object_for_this_process(
     assert_holds(cache.get_or_build(key, builder_of(key)), key)
     assert "No space left on device" in caplog.text
     assert_holds(cache.get_or_build(key, never), key)
-    monkeypatch.undo()
-    assert ObjectCache(tmp_path).get(key) is None
-    assert list(tmp_path.glob("building/*")) == []
+    assert list(tmp_path.glob("building/*")) == list(tmp_path.glob("objects/*")) == []
+
+
+def test_private_objects_go_with_the_process_and_not_with_its_children(tmp_path: Path) -> None:
+    """A forked child that ends in the ordinary way must not take its parent's objects along."""
+    (tmp_path / "file").write_text("")
+    code = f"""
+import os
+from pathlib import Path
+from tests.helpers.object_cache import builder_of, make_key
+from trtllm_megamoe.cache.store import ObjectCache
+
+found = ObjectCache(Path({str(tmp_path)!r}) / "file" / "cache").get_or_build(make_key(), builder_of(make_key()))
+child = os.fork()
+if child == 0:
+    raise SystemExit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert found.path(".so").is_file()
+print(found.directory)
+"""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WATCHDOG_S, cwd=root, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    directory = Path(done.stdout.strip())
+    assert not directory.exists() and not directory.parent.exists()
 
 
 # -- bounds

@@ -14,11 +14,8 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
-import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -31,6 +28,7 @@ from trtllm_megamoe import envs
 from trtllm_megamoe.cache import entry as entries
 from trtllm_megamoe.cache.entry import BrokenEntryError, Entry
 from trtllm_megamoe.cache.keys import ObjectKey
+from trtllm_megamoe.cache.private import PRIVATE
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -69,15 +67,12 @@ class ObjectCache:
         self.root = root if root is not None else default_root()
         self._max_bytes = max_bytes
         self._wait_s = wait_s
-        self._private: dict[str, Entry] = {}
-        self._private_root: Path | None = None
-        self._private_lock = threading.Lock()
 
     def get(self, key: ObjectKey) -> Entry | None:
         """The valid entry of a key, or None. A broken one is reported and left for `get_or_build` to replace."""
         digest = key.digest
         found = self._lookup(digest)
-        return found if found is not None else self._private.get(digest)
+        return found if found is not None else PRIVATE.get(self.root, digest)
 
     def get_or_build(self, key: ObjectKey, build: Builder) -> Entry:
         """The entry of a key, built if need be: by one process, while all others that want it wait.
@@ -198,7 +193,7 @@ class ObjectCache:
                 published = self._publish(built)
             except OSError as err:
                 self._warn_private(key, str(err))
-                return self._keep_private(built)
+                return PRIVATE.keep(self.root, built)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         try:
@@ -216,22 +211,7 @@ class ObjectCache:
         return replace(built, directory=target)
 
     def _build_private(self, key: ObjectKey, build: Builder) -> Entry:
-        with self._private_lock:
-            found = self._private.get(key.digest)
-            if found is not None:
-                return found
-            with tempfile.TemporaryDirectory(prefix="trtllm-megamoe-build-") as work:
-                return self._keep_private(_run(key, build, Path(work)))
-
-    def _keep_private(self, built: Entry) -> Entry:
-        """Copy an entry to this process's own directory, which goes with this object."""
-        if self._private_root is None:
-            self._private_root = Path(tempfile.mkdtemp(prefix="trtllm-megamoe-"))
-            weakref.finalize(self, shutil.rmtree, self._private_root, True)
-        target = self._private_root / built.digest
-        shutil.copytree(built.directory, target)
-        self._private[built.digest] = entries.read(target, built.digest)
-        return self._private[built.digest]
+        return PRIVATE.get_or_build(self.root, key.digest, lambda work: _run(key, build, work))
 
     def _warn_private(self, key: ObjectKey, reason: str) -> None:
         logger.warning(

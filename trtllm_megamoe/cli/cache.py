@@ -39,7 +39,10 @@ def command(ctx: click.Context, root: Path | None) -> None:
 @click.pass_obj
 def list_command(cache: ObjectCache, as_json: bool) -> None:
     """Show every compiled kernel and whether its files are as they were written."""
-    found = list(cache.entries())
+    try:
+        found = list(cache.entries())
+    except OSError as err:
+        raise MegaMoeConfigError(f"cannot read {cache.root}: {err}") from None
     sound = [entry for _, entry in found if isinstance(entry, Entry)]
     total_bytes = sum(entry.num_bytes for entry in sound)
     if as_json:
