@@ -193,7 +193,10 @@ def check_facts(device: torch.device) -> dict[str, Any]:
     """Facts that do not hold here; a rule that rests on one of them would be wrong."""
     wrong = {}
     for name, (code, expected) in facts(device).items():
-        seen = not find_syncs(StepUnderTest(code, name=name), device=device).passed
+        try:
+            seen: bool | str = not find_syncs(StepUnderTest(code, name=name), device=device).passed
+        except (RuntimeError, NotImplementedError) as error:  # this version of PyTorch cannot do it at all
+            seen = f"{type(error).__name__}: {error}"
         if seen != expected:
             wrong[name] = {"expected": expected, "seen": seen}
     return {"checked": len(facts(device)), "wrong": wrong, "passed": not wrong}

@@ -8,6 +8,7 @@ go to the recorded addresses, Python does not run again, and operators that need
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -119,6 +120,7 @@ class CudaBackend:
         """Capture one run with the strict error mode, keeping the first error."""
         graph = self._cuda.CUDAGraph()
         watch = OperationWatch()
+        gc.collect()  # a tensor or graph collected during the capture could make calls that break it
         self.synchronize()
         with self._streams():
             graph.capture_begin(pool=pool, capture_error_mode="global")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -165,7 +166,8 @@ def check_capture(
         try:
             recording = recorder.capture(under_test.run)
         except CaptureBrokenError as error:
-            recorder.synchronize()
+            with contextlib.suppress(RuntimeError):  # the device may still report the broken capture
+                recorder.synchronize()
             return _broken(under_test, recorder, rounds, found, error)
         fresh = _fresh_outputs(under_test, recorder, recording)
         for round_index in [*range(1, rounds), 0]:
@@ -231,7 +233,8 @@ def _fresh_outputs(step: StepUnderTest, recorder: Backend, recording: Recording)
 def _poison(outputs: Sequence[torch.Tensor]) -> None:
     for tensor in outputs:
         if tensor.is_contiguous():
-            tensor.view(torch.uint8 if tensor.dtype is not torch.bool else torch.bool).fill_(_POISON_BYTE)
+            flat = tensor.view(-1)  # a tensor without dimensions cannot be viewed as bytes
+            (flat if flat.dtype is torch.bool else flat.view(torch.uint8)).fill_(_POISON_BYTE)
 
 
 def _compare(found: _Findings, round_index: int, expected: _Run, replayed: _Run) -> None:

@@ -25,6 +25,8 @@ def explicit_waits(cuda: Any) -> list[tuple[Any, str, str]]:
     if cuda is torch.cuda:
         if hasattr(torch._C, "_cuda_synchronize"):  # also catches `from torch.cuda import synchronize`
             points.append((torch._C, "_cuda_synchronize", "torch.cuda.synchronize()"))
+        if hasattr(torch, "accelerator"):
+            points.append((torch.accelerator, "synchronize", "torch.accelerator.synchronize()"))
         if torch.distributed.is_available():
             points.append((torch.distributed, "barrier", "torch.distributed.barrier()"))
     return points

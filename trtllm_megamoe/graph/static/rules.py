@@ -158,7 +158,7 @@ _CATALOGUE = (
         "GR203", "membership", Family.CONTROL, Level.ERROR,
         what="`token in stop_ids`, `value in tensor`, `list.index(t)` with device values.",
         why="Python compares element by element and reads each answer.",
-        instead="`torch.isin` against a device table.",
+        instead="`(t.unsqueeze(-1) == table).any(-1)`; `torch.isin` for small tables (large ones sort).",
         example="""
             def step(token: Tensor, stop_ids: list[int]) -> bool:
                 return token in stop_ids
