@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 
@@ -47,7 +48,7 @@ class MegaMoELayer:
         MegaMoeRankDivergenceError: Ranks disagree; the same text on all of them.
 
     Collective: construction and forward, in the same order on all ranks. Graph-safe: forward, on the CUDA engine, after
-    one eager forward per bucket; no on the CPU engine.
+    `prepare` or one eager forward per bucket; no on the CPU engine.
     Source: docs/architecture.md, requirements R1-R7.
     """
 
@@ -124,6 +125,27 @@ class MegaMoELayer:
         Collective: no.
         """
         load_one(self.weights, weights, rank=self.ep_rank)
+
+    def prepare(self) -> None:
+        """Launch every bucket once without tokens, so that no later step and no graph capture meets a first time.
+
+        Raises:
+            MegaMoeStateError: No weights are loaded.
+
+        Collective: yes, every rank. Graph-safe: no, call it before the capture. Source: pitfall B44.
+        """
+        self.weights.require_ready()
+        started = time.perf_counter()
+        top_k, device = self.config.top_k, self.device
+        x = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=device)
+        topk_ids = torch.empty(0, top_k, dtype=torch.int64, device=device)
+        topk_weights = torch.empty(0, top_k, dtype=torch.float32, device=device)
+        for bucket in self.ladder.rungs:
+            self._engine.forward(x, topk_ids, topk_weights, bucket)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+        logger.info("rank %d: %d buckets prepared in %.2f s", self.ep_rank, len(self.ladder.rungs), seconds)
 
     def forward(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from tests.helpers.cli import invoke
 from tests.helpers.layer_cases import WATCHDOG_S, bits, forward_rank, make_case, with_splits
 from trtllm_megamoe.buckets import BucketLadder, launch_cap
 from trtllm_megamoe.comm import Communicator, run_threads
-from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError
+from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError
+from trtllm_megamoe.kernels.prepared import PreparedLaunch
 from trtllm_megamoe.layer import MegaMoELayer
 
 
@@ -143,6 +145,61 @@ def test_layer_with_a_wrong_hint_refuses_before_the_launch(hint: object, error: 
         assert layer.last_bucket is None
         forward_rank(layer, case, 0)  # nothing was launched, so the layer still works
         assert layer.last_bucket == 37
+
+
+def test_layer_prepare_launches_every_bucket_on_every_rank_and_changes_no_result() -> None:
+    case = with_splits(make_case("random", ep_size=2, num_tokens=20, max_tokens_per_rank=300), [20, 0])
+
+    def body(comm: Communicator) -> tuple[list[int | None], torch.Tensor]:
+        with MegaMoELayer(case.config, comm) as layer:
+            with pytest.raises(MegaMoeStateError, match="load"):
+                layer.prepare()
+            layer.load_weights(case.weights)
+            launched: list[int | None] = []
+            forward = layer._engine.forward
+
+            def record(*arguments: Any) -> torch.Tensor:
+                out = forward(*arguments)
+                launched.append(layer.last_bucket)
+                return out
+
+            layer._engine.forward = record  # type: ignore[method-assign]
+            layer.prepare()
+            return launched, bits(forward_rank(layer, case, comm.rank))
+
+    with MegaMoELayer(case.config) as alone:
+        alone.load_weights(case.weights)
+        expected = bits(forward_rank(alone, case, 0))
+    results = run_threads(2, body, WATCHDOG_S)
+    assert [launched[:4] for launched, _ in results] == [[16, 64, 256, 300]] * 2
+    assert torch.equal(results[0][1], expected)
+
+
+def test_prepared_launch_under_capture_before_its_first_run_names_the_kernel_and_launches_nothing() -> None:
+    launches: list[dict[str, int]] = []
+    is_capturing = True
+    launch = PreparedLaunch("sm_90a-n16", lambda **changing: launches.append(changing), lambda: is_capturing)
+    with pytest.raises(MegaMoeStateError, match=r"kernel sm_90a-n16 has not run yet .* call prepare\(\)"):
+        launch(x=1)
+    assert launches == []
+    is_capturing = False
+    launch(x=2)
+    is_capturing = True
+    launch(x=3)
+    assert launches == [{"x": 2}, {"x": 3}]
+
+
+def test_prepared_launch_whose_first_run_fails_is_not_prepared() -> None:
+    def broken(**changing: int) -> None:
+        raise RuntimeError("no room for the code")
+
+    is_capturing = False
+    launch = PreparedLaunch("sm_90a-n16", broken, lambda: is_capturing)
+    with pytest.raises(RuntimeError, match="no room"):
+        launch()
+    is_capturing = True
+    with pytest.raises(MegaMoeStateError, match="has not run yet"):
+        launch()
 
 
 def test_explain_shows_the_ladder_as_text_and_json() -> None:

@@ -19,6 +19,7 @@ from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode, ScorePlacement
+from trtllm_megamoe.kernels.prepared import PreparedLaunch
 from vendored_kernels import registry
 from vendored_kernels.launch import Launch
 from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile, fc1_lag
@@ -85,13 +86,14 @@ def load_launches(
     """
     tiles = tiles_of_ladder(spec, ladder, num_sms)
     directories = obtain(spec, tiles.values(), cache if cache is not None else ObjectCache())
-    by_tile: dict[str, Launch] = {}
+    by_tile: dict[str, PreparedLaunch] = {}
     for tile in tiles.values():
         if tile.name not in by_tile:
             kernel = KernelConfig(spec, tile)
             numbers = {"grid": num_sms, "lag": fc1_lag(spec, tile, num_sms)}
             function = registry.load_kernel(kernel, ARCH, directories[tile.name])
-            by_tile[tile.name] = Launch(function, anchor, {**addresses, **numbers})
+            launch = Launch(function, anchor, {**addresses, **numbers})
+            by_tile[tile.name] = PreparedLaunch(kernel_name(kernel), launch, torch.cuda.is_current_stream_capturing)
     return {bucket: by_tile[tile.name] for bucket, tile in tiles.items()}
 
 
