@@ -40,7 +40,7 @@ $(STAMP): setup.py Makefile
 	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "error: '$(PYTHON)' has no venv module. Install it:  apt-get update && apt-get install -y $$(basename "$(PYTHON)")-venv" >&2; exit 1; }
 	@echo "creating $(VENV)/ and installing into it (once, about two minutes)"
-	"$(PYTHON)" -m venv --clear $(VENV)
+	test -x $(PY) || "$(PYTHON)" -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
