@@ -78,8 +78,12 @@ def pack_staged(
     """
     packed: list[Buffers] = []
     for row, expert in enumerate(staging.spec.local_experts):
+        bulk = staging.take_expert(expert).to(device)
+        if out is None and isinstance(layout, ReferenceLayout):
+            packed.append(bulk._asdict())  # checkpoint order already
+            continue
         target = allocate_packed(layout, staging.spec.shape, 1, device) if out is None else out[row]
-        layout.pack(staging.take_expert(expert).to(device), target)
+        layout.pack(bulk, target)
         packed.append(target)
     return packed
 

@@ -177,11 +177,16 @@ class LoadWindow:
         self._takes_any_layer = only is not None and only.layer is None
         self._seen_layer: int | None = None
 
-    def deliver(self, named: NamedTensors) -> None:
+    def deliver(self, named: NamedTensors, *, hand_over: bool = False) -> None:
         """Take tensors in any order and any grouping; each complete module is replaced at once (eager finalize).
 
         Faults of the tensors are collected and raised together by :meth:`close`. Tensors are copied; nothing of the
         caller's is kept.
+
+        Args:
+            named: tensors in any supported spelling.
+            hand_over: the caller gives the tensors away and will not touch their memory again (e.g. straight from
+                :meth:`Checkpoint.iter_layer`); saves the copy.
 
         Raises:
             MegaMoeStateError: the window is closed.
@@ -189,7 +194,7 @@ class LoadWindow:
         """
         self._require_open()
         for name, tensor in iter_named(named):
-            self._take(name, tensor)
+            self._take(name, tensor, hand_over)
 
     def close(self) -> None:
         """End of the delivery: decide absent families, replace what is complete, and judge the rest.
@@ -231,7 +236,7 @@ class LoadWindow:
         if not self._is_open:
             raise MegaMoeStateError(f"{self._loader.who}the load window is closed; open another")
 
-    def _take(self, name: str, tensor: torch.Tensor) -> None:
+    def _take(self, name: str, tensor: torch.Tensor, hand_over: bool) -> None:
         parsed = parse_name(name)
         if parsed is None:
             self._faults.add(FaultKind.UNEXPECTED, name, None, "not a routed-expert tensor name of a supported dialect")
@@ -244,7 +249,7 @@ class LoadWindow:
                 self._commit(self._current, final=True)
                 self._loader.stores[self._current].end_of_bulk()
             self._current = layer
-        self._loader.stores[layer].stage(parsed.key, tensor, parsed.reciprocal)
+        self._loader.stores[layer].stage(parsed.key, tensor, parsed.reciprocal, hand_over=hand_over)
         self._commit(layer, final=False)
         self._since_trim += tensor.nbytes if tensor.device.type == "cpu" else 0
         if self._since_trim * _TRIMS_PER_LAYER > self._loader.stores[layer].spec.source_bytes:

@@ -137,10 +137,11 @@ class ExpertStaging:
         else:
             self.stage(parsed.key, tensor, parsed.reciprocal)
 
-    def stage(self, key: TensorKey, tensor: torch.Tensor, reciprocal: bool = False) -> None:
+    def stage(self, key: TensorKey, tensor: torch.Tensor, reciprocal: bool = False, *, hand_over: bool = False) -> None:
         """Check one tensor and copy it; a fault is recorded, not raised, and the tensor is then not used.
 
-        A tensor that this rank does not need (another rank's expert) is checked for its expert id only.
+        A tensor that this rank does not need (another rank's expert) is checked for its expert id only. `hand_over`
+        keeps the tensor itself where it can: the caller gives it away.
         """
         before = len(self.faults)
         if key.expert >= self.spec.shape.num_experts:
@@ -149,7 +150,7 @@ class ExpertStaging:
             )
         elif self.spec.needs(key) and check_tensor(self.spec, key, tensor, self.faults):
             if key.component.is_bulk:
-                self._stage_bulk(key, tensor)
+                self._stage_bulk(key, tensor, hand_over)
             else:
                 self._stage_scalar(key, scalar_value(tensor, reciprocal))
         if len(self.faults) > before:
@@ -164,10 +165,13 @@ class ExpertStaging:
             self._have[family] += 1
         self._scalars[key] = value
 
-    def _stage_bulk(self, key: TensorKey, tensor: torch.Tensor) -> None:
+    def _stage_bulk(self, key: TensorKey, tensor: torch.Tensor, hand_over: bool) -> None:
         data = tensor.detach().contiguous().view(torch.uint8)
-        copy = host_bytes(tuple(data.shape))
-        copy.copy_(data)
+        if hand_over and data.device.type == "cpu":
+            copy = data
+        else:
+            copy = host_bytes(tuple(data.shape))
+            copy.copy_(data)
         if key.component is Component.BLOCK_SCALES and not check_scale_bytes(key, copy, self.faults):
             return
         self._covered.add(key)

@@ -236,7 +236,7 @@ class WeightStore:
         if self._state is StoreState.LOADING:
             self._staging.drop_bulk()
 
-    def stage(self, key: TensorKey, tensor: torch.Tensor, reciprocal: bool) -> None:
+    def stage(self, key: TensorKey, tensor: torch.Tensor, reciprocal: bool, *, hand_over: bool = False) -> None:
         """Take one tensor; faults are recorded. After the commit only scales may still come (an aux tail)."""
         over = self._is_bulk_over or self._state is StoreState.COMMITTED
         if over and key.component.is_bulk and self.spec.needs(key):
@@ -245,7 +245,7 @@ class WeightStore:
             )
             self._late.add(FaultKind.LATE, key.parameter, key.expert, why)
         else:
-            self._staging.stage(key, tensor, reciprocal)
+            self._staging.stage(key, tensor, reciprocal, hand_over=hand_over)
 
     def try_commit(self, *, final: bool) -> bool:
         """Replace weights or scales when what has come is complete and legal.
