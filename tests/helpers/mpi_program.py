@@ -49,7 +49,7 @@ def run_launches(comm: Communicator, out_dir: Path) -> None:
 
 
 def run_killed(comm: Communicator, out_dir: Path) -> None:
-    """One rank dies of SIGKILL between launches; every other one must end with an error, the first of which names it."""
+    """One rank dies of SIGKILL between launches; every other one ends with an error, the first of which names it."""
     case = make_case("random", ep_size=comm.size, num_experts=12, timeout_s=KILL_LIMIT_S)
     layer = MegaMoELayer(case.config, comm)
     layer.load_weights(case.weights)
