@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
-Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench. With `--compile` it builds the kernels that
+Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals. With `--compile` it builds the kernels that
 the parts need instead (no GPU needed), so that a machine with a GPU needs neither the DSL nor a C compiler.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-PARTS = ("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench")
+PARTS = ("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals")
 
 
 def main() -> int:
@@ -100,6 +100,9 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
         points = [(p.split(":")[0], int(p.split(":")[1])) for p in arguments.points.split(",")]
         shapes, modes = arguments.shapes.split(","), arguments.modes.split(",")
         return bench.run(arguments.cache, shapes, modes, points, arguments.tiles)
+    if part == "rivals":
+        points = [(p.split(":")[0], int(p.split(":")[1])) for p in arguments.points.split(",")]
+        return bench.run_rivals(arguments.shapes.split(","), points)
     if part == "goldens":
         return goldens.run(arguments.cache)
     return {

@@ -144,6 +144,23 @@ def run(
         torch.cuda.empty_cache()
 
 
+def run_rivals(shapes: list[str], points: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    """The same rows per expert through public kernels on the same card, sorted rows in, no gather and no top-k sum."""
+    for shape in shapes:
+        spec = spec_of(shape, "bf16")
+        for routing, rows in points:
+            ids = route_ids(spec, routing, rows)
+            counts = torch.bincount(ids[(ids >= 0) & (ids < spec.num_local_experts)], minlength=spec.num_local_experts)
+            rival = TorchGroupedMlp(spec.hidden_size, spec.intermediate_size, counts)
+            error = rival.check()
+            floor = floor_ms(spec, counts)
+            row: dict[str, Any] = {"rival": rival.name, "shape": shape, "routing": routing, "rows": rows}
+            row |= measure(lambda i, rival=rival: rival.run(), 3 * floor + 0.05)
+            yield row | {"rel_l2": error, "floor_ms": round(floor, 4), "ok": error < 1e-2}
+            del rival
+            torch.cuda.empty_cache()
+
+
 def _measure_point(
     cache_dir: Path, spec: LayerSpec, packed: list[dict[str, torch.Tensor]], ids: torch.Tensor, tile: str
 ) -> dict[str, Any]:

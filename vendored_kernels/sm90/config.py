@@ -35,6 +35,12 @@ PASS_TOKENS = 64
 
 MAX_TOKEN_WIDTHS = 4
 
+STAGE_WEIGHT_BYTES = 2 * RECORD_BYTES
+"""A weight stage is two records: both halves of a whole tile's step, or two steps of a half tile."""
+
+WEIGHTS_IN_FLIGHT_BYTES = 110_000
+"""Weight bytes per multiprocessor that hide the latency of HBM."""
+
 ACTIVATION_MODES = ("nvfp4", "bf16")
 COMBINE_FORMATS = ("bf16", "fp8", "fp4")
 
@@ -137,10 +143,10 @@ class TileConfig:
         name: what users and caches call it.
         token_widths: ascending tile widths N; a tile takes the smallest that holds its tokens.
         rows: weight rows of a tile: 256, or 128 (half tiles; a stage then holds two reduction steps).
-        math_warpgroups: 2, or 4 (for N <= 64). Whole tiles give each 2 or 1 m64 tiles. Half tiles give each of 2 one
-            m64 tile; 4 split the reduction between two pairs, whose sums are added at the end.
+        math_warpgroups: 2; a whole tile gives each two m64 tiles, a half tile one. (Four were tried: with several token
+            widths the compiler then runs out of registers and serialises wgmma.)
         math_registers, producer_registers: setmaxnreg of the two kinds of warps.
-        max_stages: upper bound of pipeline stages; the shared memory decides the number below it.
+        max_stages: upper bound of both pipelines' stages; the shared memory decides the numbers below it.
     """
 
     name: str
@@ -164,12 +170,7 @@ class TileConfig:
     @property
     def m64_per_warpgroup(self) -> int:
         """m64 tiles whose accumulators one warpgroup holds."""
-        return 1 if self.rows == 128 else 4 // self.math_warpgroups
-
-    @property
-    def split_k(self) -> bool:
-        """Whether two warpgroup pairs share a half tile's reduction."""
-        return self.rows == 128 and self.math_warpgroups == 4
+        return self.rows // (64 * self.math_warpgroups)
 
     @property
     def launch_registers(self) -> int:
@@ -184,10 +185,8 @@ class TileConfig:
             faults.append(f"token_widths {widths} must be 1 to {MAX_TOKEN_WIDTHS} ascending numbers")
         if any(n % 8 or not 8 <= n <= 128 for n in widths):
             faults.append(f"token_widths {widths} must be multiples of 8 in 8..128")
-        if self.rows not in (128, 256) or self.math_warpgroups not in (2, 4):
-            faults.append(f"rows {self.rows} must be 128 or 256, math_warpgroups {self.math_warpgroups} 2 or 4")
-        if widths and widths[-1] > 64 and self.math_warpgroups == 4:
-            faults.append("token widths above 64 need 2 math warpgroups: the accumulators do not fit otherwise")
+        if self.rows not in (128, 256) or self.math_warpgroups != 2:
+            faults.append(f"rows {self.rows} must be 128 or 256, math_warpgroups {self.math_warpgroups} must be 2")
         pool = self.launch_registers * self.threads
         asked = self.math_registers * self.math_warpgroups * 128 + self.producer_registers * 128
         if asked > pool:  # an oversubscribed setmaxnreg hangs the GPU
@@ -204,29 +203,49 @@ class KernelConfig:
 
     layer: LayerSpec
     tile: TileConfig
-    steps_per_stage: tuple[int, ...] = field(init=False)
-    stage_bytes: int = field(init=False)
-    stages: int = field(init=False)
+    weight_stages: int = field(init=False)
+    token_stages: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.layer.check()
         self.tile.check()
-        t = self.tile
-        half = t.rows == 128
-        step = t.rows // RECORD_ROWS * RECORD_BYTES
-        one = (2 if half else 1) * (step + t.widest * K_STEP * 2)
-        # Narrow widths take two steps a stage where they fit the room that the widest needs for one.
-        steps = tuple(
-            2 if half or (n != t.widest and 2 * (step + n * K_STEP * 2) <= one) else 1 for n in t.token_widths
-        )
-        object.__setattr__(self, "steps_per_stage", steps)
-        object.__setattr__(self, "stage_bytes", one)
-        stages = min(t.max_stages, (MAX_SHARED_BYTES - self.fixed_shared_bytes) // one)
-        if stages < 3:
-            raise KernelConfigError(f"tile configuration {t.name!r}: {stages} stages of {one} bytes fit, 3 are needed")
-        object.__setattr__(self, "stages", stages)
+        weights, tokens = self._choose_stages()
+        object.__setattr__(self, "weight_stages", weights)
+        object.__setattr__(self, "token_stages", tokens)
+
+    def _choose_stages(self) -> tuple[int, int]:
+        """Weights come from HBM and want about 110 KB in flight; tokens come from L2 and need three stages."""
+        room = MAX_SHARED_BYTES - self.fixed_shared_bytes
+        weights = tokens = 3
+        if weights * self.weight_stage_bytes + tokens * self.token_stage_bytes > room:
+            raise KernelConfigError(f"tile configuration {self.tile.name!r}: three stages of each ring do not fit")
+        while True:
+            used = weights * self.weight_stage_bytes + tokens * self.token_stage_bytes
+            more_weights = used + self.weight_stage_bytes <= room and weights < self.tile.max_stages
+            more_tokens = used + self.token_stage_bytes <= room and tokens < min(weights, self.tile.max_stages)
+            if more_weights and (weights * self.weight_stage_bytes < WEIGHTS_IN_FLIGHT_BYTES or not more_tokens):
+                weights += 1
+            elif more_tokens:
+                tokens += 1
+            else:
+                return weights, tokens
 
     # ------------------------------------------------------------------------------------------------ shared memory
+    @property
+    def steps_per_stage(self) -> int:
+        """Reduction steps of a stage."""
+        return 2 if self.tile.rows == RECORD_ROWS else 1
+
+    @property
+    def weight_stage_bytes(self) -> int:
+        """Bytes of a weight stage."""
+        return STAGE_WEIGHT_BYTES
+
+    @property
+    def token_stage_bytes(self) -> int:
+        """Bytes of a token stage: room for the widest tile."""
+        return self.steps_per_stage * self.tile.widest * K_STEP * 2
+
     @property
     def table_experts(self) -> int:
         """Expert slots of the scheduler's tables."""
@@ -258,21 +277,6 @@ class KernelConfig:
         return self.pass_tokens * max(self.fc1_pitch, self.fc2_pitch)
 
     @property
-    def epilogue_warpgroups(self) -> int:
-        """Warpgroups with an epilogue (half tiles: the first pair)."""
-        return 2 if self.tile.split_k else self.tile.math_warpgroups
-
-    @property
-    def sum_floats(self) -> int:
-        """Partial sums a thread hands over per pass in half tiles."""
-        return min(self.tile.widest // 2, 8)
-
-    @property
-    def sum_bytes(self) -> int:
-        """Exchange buffer of half tiles."""
-        return 2 * self.sum_floats * 512 if self.tile.split_k else 0
-
-    @property
     def row_words(self) -> int:
         """Per-token words next to each ring slot: route or row scale, and routing weight where it is needed."""
         return 2 if self.layer.weigh_before_requant else 1
@@ -280,15 +284,16 @@ class KernelConfig:
     @property
     def fixed_shared_bytes(self) -> int:
         """Shared memory besides the stages, alignment slack included."""
-        barriers = 8 * (2 * 16 + 3 * RING_SLOTS)
+        barriers = 8 * (4 * self.tile.max_stages + 3 * RING_SLOTS)
         rows = RING_SLOTS * self.tile.widest * 4 * self.row_words
         tables = self.table_words * 4 + RING_SLOTS * 32 + 512
-        return 1024 + 512 + barriers + rows + tables + self.epilogue_warpgroups * self.staging_bytes + self.sum_bytes
+        return 1024 + 512 + barriers + rows + tables + self.tile.math_warpgroups * self.staging_bytes
 
     @property
     def shared_bytes(self) -> int:
         """All of it; the compiled kernel must not need more."""
-        return self.fixed_shared_bytes + self.stages * self.stage_bytes
+        rings = self.weight_stages * self.weight_stage_bytes + self.token_stages * self.token_stage_bytes
+        return self.fixed_shared_bytes + rings
 
     # ------------------------------------------------------------------------------------------------------- tiles
     @property
@@ -306,20 +311,17 @@ class KernelConfig:
         return {"layer": asdict(self.layer), "tile": asdict(self.tile)}
 
 
-# Registers: the launch owns 96 * 640 or 168 * 384 of them; every line below uses at most that.
+# Registers: the launch owns 168 * 384 of them; 232 * 256 + 40 * 128 is all of that.
 TILES: dict[str, TileConfig] = {
     tile.name: tile
     for tile in (
         TileConfig("n8", (8, 16, 24), 256, 2, 232, 40),
         TileConfig("n16", (16, 24, 32), 256, 2, 232, 40),
-        TileConfig("n64", (32, 64, 80, 96), 256, 2, 224, 56),
+        TileConfig("n64", (32, 64, 96), 256, 2, 232, 40),
         TileConfig("n128", (32, 64, 128), 256, 2, 232, 40),
         TileConfig("h8", (8, 16, 24), 128, 2, 232, 40),
         TileConfig("h16", (16, 24, 32), 128, 2, 232, 40),
         TileConfig("h64", (32, 64, 80), 128, 2, 232, 40),
-        TileConfig("n16q", (16, 24, 32), 256, 4, 112, 32),
-        TileConfig("h16q", (16, 24, 32), 128, 4, 112, 32),
-        TileConfig("h64q", (32, 48, 64), 128, 4, 112, 32),
     )
 }
 

@@ -26,11 +26,12 @@ Weight records
     fc1: rows g / g+8 of a 16-row block are gate / up of channel 8 * block + g; fc2: logical rows 2g, 2g+1. Rows and
     columns beyond the matrix are zero records.
 Warp roles (1 CTA per SM)
-    math   2 or 4 warpgroups: stage tokens, then per tile wait, decode, wgmma, epilogue; at the end the top-k sum
+    math   2 warpgroups: stage tokens, then per tile wait, decode, wgmma, epilogue; at the end the top-k sum
     W      scheduler table, claims, weight copies        T   token loads, the only warp that waits for global counters
     R      releases of finished tiles                    Z   clears the next launch's counters
 Pipelines (producer -> consumer, arrivals)
-    full[stage]   W and T -> math: 2 arrivals and the bytes of both      empty[stage]  math -> W, T: one per math warp
+    wfull[stage]  W -> math: 1 and two records                           wempty[stage] math -> W: one per math warp
+    tfull[stage]  T -> math: 1 and a token box                           tempty[stage] math -> T: one per math warp
     ifull[slot]   W -> math, T, R: 1                                     iempty[slot]  T, R -> W: 2
     done[slot]    math -> R: one per math warp
 Synchronisation contract
@@ -68,7 +69,7 @@ from .scheduler import BANK_WORDS, END, EXIT_WORD, FC1, FC2_DONE, FIRST_BANK, ST
 from .waits import SITE_FC2, wait_at_least
 
 MATH_BARRIER = 9
-"""Named barrier of all math warps; 1..4 are the warpgroups' own, 5..8 the half tiles'."""
+"""Named barrier of all math warps; 1 and 2 are the warpgroups' own, 10 the scheduler's."""
 
 
 class Sm90MegaMoeNvfp4Kernel:
@@ -120,8 +121,8 @@ class Sm90MegaMoeNvfp4Kernel:
             pointer = cute.make_ptr(Float16, base, AddressSpace.gmem, assumed_align=128)
             views.append(cute.make_tensor(pointer, cute.make_layout((pool_rows, width), stride=(width, 1))))
         maps = []
-        for n, per_stage in zip(tile.token_widths, cfg.steps_per_stage, strict=True):
-            box = (n, K_STEP * per_stage)
+        for n in tile.token_widths:
+            box = (n, K_STEP * cfg.steps_per_stage)
             one = cute.tile_to_shape(atom, box, order=(0, 1))
             maps.append(one)
             for view in views:
@@ -129,19 +130,21 @@ class Sm90MegaMoeNvfp4Kernel:
 
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, cfg.stages]
-            empty: cute.struct.MemRange[Int64, cfg.stages]
+            wfull: cute.struct.MemRange[Int64, cfg.weight_stages]
+            wempty: cute.struct.MemRange[Int64, cfg.weight_stages]
+            tfull: cute.struct.MemRange[Int64, cfg.token_stages]
+            tempty: cute.struct.MemRange[Int64, cfg.token_stages]
             ifull: cute.struct.MemRange[Int64, RING_SLOTS]
             iempty: cute.struct.MemRange[Int64, RING_SLOTS]
             done: cute.struct.MemRange[Int64, RING_SLOTS]
             info: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * 8], 16]
+            control: cute.struct.Align[cute.struct.MemRange[Int32, 2], 8]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, staging.BATCH_TOKENS], 16]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * tile.widest * cfg.row_words], 16]
             table: cute.struct.Align[cute.struct.MemRange[Int32, cfg.table_words], 16]
-            staging: cute.struct.Align[
-                cute.struct.MemRange[Uint8, cfg.epilogue_warpgroups * cfg.staging_bytes + cfg.sum_bytes], 128
-            ]
-            stages: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.stage_bytes], 1024]
+            staging: cute.struct.Align[cute.struct.MemRange[Uint8, tile.math_warpgroups * cfg.staging_bytes], 128]
+            tokens: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.token_stages * cfg.token_stage_bytes], 1024]
+            weights: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.weight_stages * cfg.weight_stage_bytes], 128]
 
         self.storage = Storage
         self.kernel(
@@ -215,13 +218,15 @@ class Sm90MegaMoeNvfp4Kernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
         memory = cutlass.utils.SmemAllocator().allocate(self.storage)
-        full, empty = memory.full.data_ptr(), memory.empty.data_ptr()
+        wfull, wempty = memory.wfull.data_ptr(), memory.wempty.data_ptr()
+        tfull, tempty = memory.tfull.data_ptr(), memory.tempty.data_ptr()
         ifull, iempty, done = memory.ifull.data_ptr(), memory.iempty.data_ptr(), memory.done.data_ptr()
-        bars = (full, empty, ifull, iempty, done)
+        bars = (wfull, wempty, tfull, tempty, ifull, iempty, done)
         info = Int32(memory.info.data_ptr().toint())
         table, rows_at = Int32(memory.table.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
-        maxima = Int32(memory.maxima.data_ptr().toint())
-        staging_at, stages_at = Int32(memory.staging.data_ptr().toint()), memory.stages.data_ptr().toint()
+        maxima, control = Int32(memory.maxima.data_ptr().toint()), Int32(memory.control.data_ptr().toint())
+        staging_at, weights_at = Int32(memory.staging.data_ptr().toint()), Int32(memory.weights.data_ptr().toint())
+        tokens_at = memory.tokens.data_ptr().toint()
         at = const_expr(TableOffsets(cfg.table_experts))
         counts, cursors = table + at.rows, table + at.cursors
 
@@ -230,15 +235,21 @@ class Sm90MegaMoeNvfp4Kernel:
                 cpasync.prefetch_descriptor(maps[5 * i + 1])
                 cpasync.prefetch_descriptor(maps[5 * i + 3])
         if tidx == 0:
-            for i in cutlass.range_constexpr(cfg.stages):
-                cute.arch.mbarrier_init(full + i, 2)
-                cute.arch.mbarrier_init(empty + i, math_warps)
+            for i in cutlass.range_constexpr(cfg.weight_stages):
+                cute.arch.mbarrier_init(wfull + i, 1)
+                cute.arch.mbarrier_init(wempty + i, math_warps)
+            for i in cutlass.range_constexpr(cfg.token_stages):
+                cute.arch.mbarrier_init(tfull + i, 1)
+                cute.arch.mbarrier_init(tempty + i, math_warps)
             for i in cutlass.range_constexpr(RING_SLOTS):
                 cute.arch.mbarrier_init(ifull + i, 1)
                 cute.arch.mbarrier_init(iempty + i, 2)
                 cute.arch.mbarrier_init(done + i, math_warps)
         # One round trip for all three; the launch number's parity picks the bank.
         tokens, launch, aborted = ptx.ldg32(num_tokens), ptx.ldg32(epoch), ptx.ldg32(abort)
+        if tidx == 0:  # what the end of the launch needs again; registers are too precious for it
+            ptx.sts32(control, launch)
+            ptx.sts32(control + 4, tokens)
         i = tidx
         while i < const_expr(cfg.table_experts):
             ptx.sts32(counts + i * 4, 0)
@@ -250,8 +261,8 @@ class Sm90MegaMoeNvfp4Kernel:
             bank_index = launch & 1
             bank = counters + Int64(FIRST_BANK + bank_index * BANK_WORDS) * 4
             ready_bank = ready + Int64(bank_index * ready_words) * 4
-            first_token = Int32(Int64(tokens) * Int64(bidx) // Int64(gdim))
-            own_tokens = Int32(Int64(tokens) * Int64(bidx + 1) // Int64(gdim)) - first_token
+            first_token = tokens * bidx // gdim
+            own_tokens = tokens * (bidx + 1) // gdim - first_token
             staging_ctas = (tokens if tokens < gdim else gdim) + fault_ctas  # those with at least one token
             staging.count_routes(
                 cfg, counts, cursors, ids, ids_are_64, tokens * layer.top_k, first_token * layer.top_k, tidx
@@ -264,16 +275,14 @@ class Sm90MegaMoeNvfp4Kernel:
                 cute.arch.setmaxregister_decrease(tile.producer_registers)
                 blocks = scheduler.build_table(cfg, table, lag, tidx - math_warps * 32)
                 if warp == math_warps:
-                    scheduler.weight_warp(
-                        cfg, bars, table, blocks, info, Int32(stages_at), w1, w2, bank, bidx, gdim, lane
-                    )
+                    scheduler.weight_warp(cfg, bars, table, blocks, info, weights_at, w1, w2, bank, bidx, gdim, lane)
                 elif warp == math_warps + 1:
                     scheduler.token_warp(
                         cfg,
                         bars,
                         info,
                         rows_at,
-                        stages_at,
+                        tokens_at,
                         maps,
                         row_meta,
                         row_scale,
@@ -342,7 +351,8 @@ class Sm90MegaMoeNvfp4Kernel:
                     info,
                     rows_at,
                     staging_at,
-                    Int32(stages_at),
+                    weights_at,
+                    Int32(tokens_at),
                     scales,
                     h,
                     results,
@@ -351,9 +361,14 @@ class Sm90MegaMoeNvfp4Kernel:
                     warp,
                     lane,
                 )
+                launch = ptx.lds32(control)
+                tokens = ptx.lds32(control + 4)
+                first_token = tokens * bidx // gdim
+                own_tokens = tokens * (bidx + 1) // gdim - first_token
                 if own_tokens > 0:
                     if lane == 0:
-                        wait_at_least(bank + FC2_DONE * 4, fc2_tiles, error, abort, timeout_ns, SITE_FC2, 0, launch)
+                        done_counter = counters + Int64(FIRST_BANK + (launch & 1) * BANK_WORDS + FC2_DONE) * 4
+                        wait_at_least(done_counter, fc2_tiles, error, abort, timeout_ns, SITE_FC2, 0, launch)
                     cute.arch.sync_warp()
                     reduce.sum_routes(
                         cfg,
@@ -381,7 +396,8 @@ class Sm90MegaMoeNvfp4Kernel:
         info: Int32,
         rows_at: Int32,
         staging_at: Int32,
-        stages_at: Int32,
+        weights_at: Int32,
+        tokens_at: Int32,
         scales: Int64,
         h: Int64,
         results: Int64,
@@ -393,22 +409,18 @@ class Sm90MegaMoeNvfp4Kernel:
         """The math warps' tile loop; returns the number of fc2 tiles of the whole launch."""
         cfg = self.cfg
         layer, tile = cfg.layer, cfg.tile
-        full, empty, ifull, _iempty, done = bars
+        ifull, done = bars[4], bars[6]
         m64 = const_expr(tile.m64_per_warpgroup)
         swiglu = const_expr(ptx.make_swiglu(layer.swiglu_alpha, layer.swiglu_beta))
         fc1_epilogue = const_expr(epilogue.fc1_nvfp4 if layer.activation_mode == "nvfp4" else epilogue.fc1_bf16)
         t128 = tidx % 128
         wg = warp // 4
         warp4 = warp % 4
-        mt, kh = wg, Int32(0)
-        if const_expr(tile.split_k):
-            mt = wg % 2
-            kh = wg // 2
-        codes0, scales0, descriptor0 = mainloop.operand_addresses(cfg, stages_at, mt, kh, t128)
-        my_staging = staging_at + mt * cfg.staging_bytes
-        exchange = staging_at + cfg.epilogue_warpgroups * cfg.staging_bytes + (mt * cfg.sum_floats * 128 + t128) * 4
+        codes0, scales0, descriptor0 = mainloop.operand_addresses(cfg, weights_at, tokens_at, wg, t128)
+        my_staging = staging_at + wg * cfg.staging_bytes
         buffers = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(2)]
-        stage, phase = Int32(0), Int32(0)
+        weight_stage, weight_phase = Int32(0), Int32(0)
+        token_stage, token_phase = Int32(0), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
         kind = Int32(FC1)
         fc2_tiles = Int32(0)
@@ -429,75 +441,70 @@ class Sm90MegaMoeNvfp4Kernel:
                     n = const_expr(tile.token_widths[w])
                     if width == w or const_expr(len(tile.token_widths) == 1):
                         accs = [cute.make_rmem_tensor(cute.make_layout(n // 2), Float32) for _ in range(m64)]
-                        stage, phase = mainloop.multiply_tile(
+                        weight_stage, weight_phase, token_stage, token_phase = mainloop.multiply_tile(
                             cfg,
                             w,
                             accs,
                             buffers,
-                            full,
-                            empty,
+                            bars,
                             codes0,
                             scales0,
                             descriptor0,
-                            kh,
                             steps,
-                            stage,
-                            phase,
+                            weight_stage,
+                            weight_phase,
+                            token_stage,
+                            token_phase,
                             lane,
                         )
-                        has_epilogue = Int32(1)
-                        if const_expr(tile.split_k):
-                            mainloop.add_halves(cfg, w, accs[0], exchange, mt, kh)
-                            has_epilogue = 1 - kh
-                        if has_epilogue != 0:
-                            if kind == FC1:
-                                channel0 = row_tile * (tile.rows // 2) + mt * 32 * m64
-                                h_tile = h + Int64(row0) * (layer.intermediate_size * 2)
+                        if kind == FC1:
+                            channel0 = row_tile * (tile.rows // 2) + wg * 32 * m64
+                            h_tile = h + Int64(row0) * (layer.intermediate_size * 2)
+                            for m in cutlass.range_constexpr(m64):
+                                fc1_epilogue(
+                                    cfg,
+                                    swiglu,
+                                    n,
+                                    accs[m],
+                                    m,
+                                    expert_scales,
+                                    my_staging,
+                                    tile_rows,
+                                    tile_weights,
+                                    h_tile,
+                                    channel0,
+                                    valid,
+                                    1 + wg,
+                                    t128,
+                                    lane,
+                                    warp4,
+                                )
+                            ptx.fence_proxy_async()
+                        else:
+                            column0 = row_tile * tile.rows + wg * 64 * m64
+                            if const_expr(layer.combine_format == "bf16"):
+                                epilogue.fc2_direct(
+                                    cfg, n, accs, expert_scales, tile_rows, results, column0, valid, lane, warp4
+                                )
+                            else:
                                 for m in cutlass.range_constexpr(m64):
-                                    fc1_epilogue(
+                                    epilogue.fc2_encoded(
                                         cfg,
-                                        swiglu,
                                         n,
                                         accs[m],
                                         m,
                                         expert_scales,
                                         my_staging,
                                         tile_rows,
-                                        tile_weights,
-                                        h_tile,
-                                        channel0,
+                                        results,
+                                        result_scales,
+                                        column0,
                                         valid,
                                         1 + wg,
                                         t128,
                                         lane,
                                         warp4,
                                     )
-                                ptx.fence_proxy_async()
-                            else:
-                                column0 = row_tile * tile.rows + mt * 64 * m64
-                                if const_expr(layer.combine_format == "bf16"):
-                                    epilogue.fc2_direct(
-                                        cfg, n, accs, expert_scales, tile_rows, results, column0, valid, lane, warp4
-                                    )
-                                else:
-                                    for m in cutlass.range_constexpr(m64):
-                                        epilogue.fc2_encoded(
-                                            cfg,
-                                            n,
-                                            accs[m],
-                                            m,
-                                            expert_scales,
-                                            my_staging,
-                                            tile_rows,
-                                            results,
-                                            result_scales,
-                                            column0,
-                                            valid,
-                                            1 + wg,
-                                            t128,
-                                            lane,
-                                            warp4,
-                                        )
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(done + slot)

@@ -17,25 +17,14 @@ DESCRIPTOR_SW128 = 0x4000004000010000
 
 
 @cute.jit
-def operand_addresses(cfg, stages_at: Int32, mt, kh, t128):
-    """This thread's first code and scale addresses in stage 0, and the token descriptor's fixed part.
-
-    Args:
-        mt: which group of m64 tiles the warpgroup owns (its pair index in half tiles).
-        kh: which record of the stage it reads (half tiles only, else 0).
-    """
+def operand_addresses(cfg, weights_at: Int32, tokens_at: Int32, wg, t128):
+    """This thread's first code and scale addresses in weight stage 0, and the descriptor of token stage 0."""
+    record, tile = weights_at + wg * RECORD_BYTES, Int32(0)
     if const_expr(cfg.tile.rows == 128):
-        record = stages_at + kh * RECORD_BYTES  # kh is 0 without a split
-        tile = mt
-    elif const_expr(cfg.tile.math_warpgroups == 4):
-        record = stages_at + mt // 2 * RECORD_BYTES
-        tile = mt % 2
-    else:
-        record = stages_at + mt * RECORD_BYTES
-        tile = Int32(0)
+        record, tile = weights_at, wg
     codes = record + tile * (CODE_BYTES // 2) + t128 * 16
     scales = record + CODE_BYTES + tile * 512 + (t128 // 4) * 16
-    descriptor = Int64(stages_at // 16) + Int64(DESCRIPTOR_SW128)
+    descriptor = Int64(cute.arch.make_warp_uniform(tokens_at // 16)) + Int64(DESCRIPTOR_SW128)
     return codes, scales, descriptor
 
 
@@ -45,39 +34,39 @@ def multiply_tile(
     width_index: cutlass.Constexpr,
     accs,
     buffers,
-    full,
-    empty,
+    bars,
     codes0: Int32,
     scales0: Int32,
     descriptor0: Int64,
-    kh,
     steps,
-    stage,
-    phase,
+    weight_stage,
+    weight_phase,
+    token_stage,
+    token_phase,
     lane,
 ):
-    """accs = weights x tokens over `steps` reduction steps; returns the pipeline position (stage, phase).
+    """accs = weights x tokens over `steps` reduction steps; returns both pipelines' positions.
 
     A stage is released one commit group late: its last wgmma has been waited for when the next stage's first group
     leaves one group in flight.
     """
+    wfull, wempty, tfull, tempty = bars[0], bars[1], bars[2], bars[3]
     n = const_expr(cfg.tile.token_widths[width_index])
-    per_stage = const_expr(cfg.steps_per_stage[width_index])
-    split = const_expr(cfg.tile.split_k)
+    per_stage = const_expr(cfg.steps_per_stage)
+    step_bytes = const_expr(2 * RECORD_BYTES // per_stage)
     m64 = const_expr(cfg.tile.m64_per_warpgroup)
-    step_bytes = const_expr(cfg.tile.rows // 128 * RECORD_BYTES)
-    weight_bytes = const_expr(per_stage * step_bytes)
-    prev = stage
+    prev_weight, prev_token = weight_stage, token_stage
     for a in cutlass.range_constexpr(m64):
         accs[a].fill(0.0)
     for k in cutlass.range((steps + (per_stage - 1)) // per_stage, unroll=1):
-        cute.arch.mbarrier_wait(full + stage, phase)
+        cute.arch.mbarrier_wait(wfull + weight_stage, weight_phase)
+        cute.arch.mbarrier_wait(tfull + token_stage, token_phase)
         group = 0
-        for sub in cutlass.range_constexpr(1 if split else per_stage):
-            codes = codes0 + (stage * cfg.stage_bytes + sub * step_bytes)
-            scales = scales0 + (stage * cfg.stage_bytes + sub * step_bytes)
-            offset = stage * (cfg.stage_bytes // 16) + (weight_bytes // 16 + sub * n * 16) + kh * (n * 16)
-            descriptor = descriptor0 + Int64(cute.arch.make_warp_uniform(offset))
+        # Made uniform once per stage, constants added behind it: else ptxas moves every descriptor through R2UR.
+        descriptor = descriptor0 + Int64(cute.arch.make_warp_uniform(token_stage * (cfg.token_stage_bytes // 16)))
+        for sub in cutlass.range_constexpr(per_stage):
+            codes = codes0 + (weight_stage * cfg.weight_stage_bytes + sub * step_bytes)
+            scales = scales0 + (weight_stage * cfg.weight_stage_bytes + sub * step_bytes)
             sc = [ptx.lds128(scales + m * 512) for m in range(m64)]
             qs = [[ptx.lds128(codes + m * (CODE_BYTES // 2))] for m in range(m64)]
             for kg in cutlass.range_constexpr(2):
@@ -96,7 +85,7 @@ def multiply_tile(
                             n,
                             [accs[m][i] for i in range(n // 2)],
                             [a_regs[jj * 4 + v] for v in range(4)],
-                            descriptor + (kg * n * 8 + jj * 2),
+                            descriptor + (sub * n * 16 + kg * n * 8 + jj * 2),
                         )
                         for i in cutlass.range_constexpr(n // 2):
                             accs[m][i] = out[i]
@@ -105,32 +94,20 @@ def multiply_tile(
                     if const_expr(group == 0):
                         if k > 0:
                             if lane == 0:
-                                cute.arch.mbarrier_arrive(empty + prev)
+                                cute.arch.mbarrier_arrive(wempty + prev_weight)
+                                cute.arch.mbarrier_arrive(tempty + prev_token)
                     group += 1
-        prev = stage
-        stage = stage + 1
-        if stage == cfg.stages:
-            stage = Int32(0)
-            phase = phase ^ 1
+        prev_weight, prev_token = weight_stage, token_stage
+        weight_stage = weight_stage + 1
+        if weight_stage == cfg.weight_stages:
+            weight_stage = Int32(0)
+            weight_phase = weight_phase ^ 1
+        token_stage = token_stage + 1
+        if token_stage == cfg.token_stages:
+            token_stage = Int32(0)
+            token_phase = token_phase ^ 1
     warpgroup.wait_group(0)
     if lane == 0:
-        cute.arch.mbarrier_arrive(empty + prev)
-    return stage, phase
-
-
-@cute.jit
-def add_halves(cfg, width_index: cutlass.Constexpr, acc, exchange: Int32, mt, kh):
-    """Half tiles: the second warpgroup pair's partial sums to the first, a few floats per pass."""
-    n = const_expr(cfg.tile.token_widths[width_index])
-    per_pass = const_expr(min(cfg.sum_floats, n // 2))
-    for p0 in cutlass.range_constexpr(0, n // 2, per_pass):
-        if kh == 1:
-            for i in cutlass.range_constexpr(min(per_pass, n // 2 - p0)):
-                ptx.stsf(exchange + i * 512, acc[p0 + i])
-        cute.arch.barrier(barrier_id=5 + mt, number_of_threads=256)
-        if kh == 0:
-            for i in cutlass.range_constexpr(min(per_pass, n // 2 - p0)):
-                acc[p0 + i] = acc[p0 + i] + ptx.ldsf(exchange + i * 512)
-            cute.arch.barrier_arrive(barrier_id=7 + mt, number_of_threads=256)
-        else:
-            cute.arch.barrier(barrier_id=7 + mt, number_of_threads=256)
+        cute.arch.mbarrier_arrive(wempty + prev_weight)
+        cute.arch.mbarrier_arrive(tempty + prev_token)
+    return weight_stage, weight_phase, token_stage, token_phase

@@ -11,6 +11,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import ptx
 from .staging import load_expert
 
+PIECES = 2
+"""256-column pieces of one item; their loads are in flight together."""
+
 SLOTS_IN_FLIGHT = 8
 """Rows whose loads are issued together; bounds the registers."""
 
@@ -64,7 +67,7 @@ def sum_routes(
     """y rows of this CTA's tokens; a warp takes a run of items, one item being a few hundred columns of a token."""
     layer = cfg.layer
     hidden, top_k = const_expr(layer.hidden_size), const_expr(layer.top_k)
-    pieces = const_expr(1 if cfg.tile.math_warpgroups == 4 else 2)
+    pieces = const_expr(PIECES)
     chunks = const_expr(-(-hidden // (256 * pieces)))
     warps = const_expr(cfg.tile.math_warpgroups * 4)
     item = own_tokens * chunks * warp // warps

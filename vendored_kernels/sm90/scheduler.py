@@ -137,14 +137,14 @@ def build_table(cfg, tab: Int32, lag, thread):
 
 @cute.jit
 def weight_warp(
-    cfg, bars, tab: Int32, blocks, info: Int32, stages_at: Int32, w1: Int64, w2: Int64, bank: Int64, bidx, gdim, lane
+    cfg, bars, tab: Int32, blocks, info: Int32, weights_at: Int32, w1: Int64, w2: Int64, bank: Int64, bidx, gdim, lane
 ):
     """W: claims tiles, hands them to the other warps, streams weight records; never waits for tokens."""
-    full, empty, ifull, iempty, _done = bars
+    full, empty, _tfull, _tempty, ifull, iempty, _done = bars
     at = const_expr(TableOffsets(cfg.table_experts))
     layer, tile = cfg.layer, cfg.tile
     r1, r2 = const_expr(cfg.fc1_row_tiles), const_expr(cfg.fc2_row_tiles)
-    per_tile = const_expr(tile.rows // 128)
+    per_tile, per_stage = const_expr(tile.rows // 128), const_expr(cfg.steps_per_stage)
     total = (r1 + r2) * blocks
     stage, phase = Int32(0), Int32(1)
     slot, slot_phase = Int32(0), Int32(1)
@@ -167,11 +167,9 @@ def weight_warp(
         cute.arch.mbarrier_wait(iempty + slot, slot_phase)
         rows = ptx.lds32(tab + at.rows + expert * 4) - block * tile.widest
         width = Int32(len(tile.token_widths) - 1)
-        copies = Int32(cfg.steps_per_stage[-1] * per_tile)
         for i in cutlass.range_constexpr(len(tile.token_widths) - 2, -1, -1):
             if rows <= tile.token_widths[i]:
                 width = Int32(i)
-                copies = Int32(cfg.steps_per_stage[i] * per_tile)
         if lane == 0:
             entry = info + slot * INFO_BYTES
             ptx.sts32(entry, kind)
@@ -186,8 +184,8 @@ def weight_warp(
         if slot == RING_SLOTS:
             slot = Int32(0)
             slot_phase = slot_phase ^ 1
-        # Lane i copies record (step i / per_tile, row half i % per_tile) of a stage; past the end it repeats the last
-        # record: the token columns or stored rows that it would meet are zero-filled or not stored.
+        # Lanes 0 and 1 copy one record each: the two halves of a whole tile, or two steps of a half tile. Past the end
+        # they repeat the last record: the tokens that it would meet are zero-filled, the rows not stored.
         steps = Int32(layer.fc1_steps)
         records = Int32(layer.fc1_records)
         base = w1
@@ -199,24 +197,23 @@ def weight_warp(
         record = row_tile * per_tile + lane % per_tile
         record = record if record < records else records - 1
         source = base + (Int64(expert * records + record) * Int64(steps)) * RECORD_BYTES
-        target = stages_at + lane * RECORD_BYTES
-        steps_per_stage = copies // per_tile
-        for k in cutlass.range((steps + steps_per_stage - 1) // steps_per_stage, unroll=1):
+        target = weights_at + lane * RECORD_BYTES
+        for k in cutlass.range((steps + (per_stage - 1)) // per_stage, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copies * RECORD_BYTES)
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * RECORD_BYTES)
             cute.arch.sync_warp()
-            if lane < copies:
-                step = k * steps_per_stage + sub
+            if lane < 2:
+                step = k * per_stage + sub
                 step = step if step < steps else steps - 1
                 ptx.bulk_load(
-                    target + stage * cfg.stage_bytes,
+                    target + stage * cfg.weight_stage_bytes,
                     source + Int64(step) * RECORD_BYTES,
                     Int32(RECORD_BYTES),
                     (full + stage).toint(),
                 )
             stage = stage + 1
-            if stage == cfg.stages:
+            if stage == cfg.weight_stages:
                 stage = Int32(0)
                 phase = phase ^ 1
         t = ptx.broadcast_lane0(ahead) + gdim
@@ -234,7 +231,7 @@ def token_warp(
     bars,
     info: Int32,
     rows_at: Int32,
-    stages_at: Int32,
+    tokens_at: Int32,
     maps: tuple,
     pool_meta: Int64,
     row_scale: Int64,
@@ -249,8 +246,9 @@ def token_warp(
     lane,
 ):
     """T: waits until a tile's tokens are readable, then TMA-loads them; fetches each row's route, scale or weight."""
-    full, empty, ifull, iempty, _done = bars
+    _wfull, _wempty, full, empty, ifull, iempty, _done = bars
     layer, tile = cfg.layer, cfg.tile
+    per_stage = const_expr(cfg.steps_per_stage)
     widest = const_expr(tile.widest)
     stage, phase = Int32(0), Int32(1)
     slot, slot_phase = Int32(0), Int32(0)
@@ -303,15 +301,13 @@ def token_warp(
             cute.arch.sync_warp()
         for v in cutlass.range_constexpr(len(tile.token_widths) * 2):
             n = const_expr(tile.token_widths[v // 2])
-            per_stage = const_expr(cfg.steps_per_stage[v // 2])
             one = maps[v // 2 * 5]
             if width == v // 2 and kind == v % 2:
                 atom, tensor = maps[v // 2 * 5 + 1 + 2 * (v % 2)], maps[v // 2 * 5 + 2 + 2 * (v % 2)]
-                weight_bytes = const_expr(per_stage * tile.rows // 128 * RECORD_BYTES)
                 layout = cute.make_layout(
-                    (*one.outer.shape, cfg.stages), stride=(*one.outer.stride, cfg.stage_bytes // 2)
+                    (*one.outer.shape, cfg.token_stages), stride=(*one.outer.stride, cfg.token_stage_bytes // 2)
                 )
-                pointer = cute.make_ptr(Float16, stages_at + weight_bytes, AddressSpace.smem, assumed_align=1024)
+                pointer = cute.make_ptr(Float16, tokens_at, AddressSpace.smem, assumed_align=1024)
                 smem = cute.make_tensor(cute.recast_ptr(pointer, one.inner, dtype=Float16), layout)
                 gmem = cute.local_tile(cute.domain_offset((row0, 0), tensor), (n, K_STEP * per_stage), (0, None))
                 ts, tg = cpasync.tma_partition(
@@ -324,7 +320,7 @@ def token_warp(
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, n * K_STEP * 2 * per_stage)
                     cute.copy(atom, tg[(None, k)], ts[(None, stage)], tma_bar_ptr=full + stage)
                     stage = stage + 1
-                    if stage == cfg.stages:
+                    if stage == cfg.token_stages:
                         stage = Int32(0)
                         phase = phase ^ 1
         slot = slot + 1
@@ -336,7 +332,7 @@ def token_warp(
 @cute.jit
 def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, lane):
     """R: publishes finished tiles, so that no math warp waits for a release."""
-    _full, _empty, ifull, iempty, done = bars
+    _wfull, _wempty, _tfull, _tempty, ifull, iempty, done = bars
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(FC1)
     while kind != END:

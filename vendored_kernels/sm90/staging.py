@@ -15,6 +15,9 @@ from .config import POOL_BLOCK_ROWS
 BATCH_TOKENS = 64
 """Tokens whose largest magnitudes are kept in shared memory at a time (bf16 activation mode)."""
 
+COLUMNS_PER_ITEM = 1024
+"""Columns of one warp's staging item: four 16-byte loads per lane in flight."""
+
 MAXIMA_COLUMNS = 2048
 """Columns of one item of the search for largest magnitudes: eight 16-byte loads per lane in flight."""
 
@@ -97,11 +100,6 @@ def place_routes(
         i = i + const_expr(cfg.tile.math_warpgroups * 128)
 
 
-def _columns_per_item(cfg) -> int:
-    """Columns of one warp's item: more loads in flight where the registers allow it."""
-    return 512 if cfg.tile.math_warpgroups == 4 else 1024
-
-
 @cute.jit
 def _load_item(x: Int64, hidden: cutlass.Constexpr, token, base, pieces: cutlass.Constexpr):
     """8 bf16 columns per lane and piece of 256 columns, all loads in flight; and which pieces lie inside the row."""
@@ -123,7 +121,7 @@ def _store_rows(top_k: cutlass.Constexpr, hidden: cutlass.Constexpr, pool: Int64
 def stage_nvfp4(cfg, x: Int64, pool: Int64, route_rows: Int64, qs: Float32, first_token, own_tokens, warp, lane):
     """The f16 value of the NVFP4 quantisation of this CTA's tokens into all their pool rows."""
     hidden, top_k = const_expr(cfg.layer.hidden_size), const_expr(cfg.layer.top_k)
-    width = const_expr(_columns_per_item(cfg))
+    width = const_expr(COLUMNS_PER_ITEM)
     chunks, pieces = const_expr(-(-hidden // width)), const_expr(width // 256)
     warps = const_expr(cfg.tile.math_warpgroups * 4)
     item = own_tokens * chunks * warp // warps
@@ -190,7 +188,7 @@ def stage_bf16(
 ):
     """RN16(x * 2^p) of this CTA's tokens into all their pool rows, 2^-p beside them; p from a row's largest value."""
     hidden, top_k = const_expr(cfg.layer.hidden_size), const_expr(cfg.layer.top_k)
-    width = const_expr(_columns_per_item(cfg))
+    width = const_expr(COLUMNS_PER_ITEM)
     chunks, pieces = const_expr(-(-hidden // width)), const_expr(width // 256)
     warps = const_expr(cfg.tile.math_warpgroups * 4)
     start = Int32(0)
