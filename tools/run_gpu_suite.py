@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
-Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals. With `--compile` it builds the kernels that
-the parts need instead (no GPU needed), so that a machine with a GPU needs neither the DSL nor a C compiler.
+Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals. With `--compile` it builds the
+kernels that the parts need instead (no GPU needed), so that a machine with a GPU needs neither the DSL nor a C compiler.
 """
 
 from __future__ import annotations

@@ -36,12 +36,11 @@ class TorchGroupedMlp:
         self._fc2 = random(experts, hidden_size, intermediate_size).transpose(1, 2)
         self._rows = torch.randn((rows, hidden_size), device=device, generator=generator).to(torch.bfloat16)
         self._ends = torch.cumsum(rows_per_expert, 0).to(torch.int32)
-        self._intermediate_size = intermediate_size
 
     def run(self) -> torch.Tensor:
         """One pass over all rows: (rows, H) bf16."""
         gate_up = torch._grouped_mm(self._rows, self._fc1, offs=self._ends, out_dtype=torch.bfloat16)
-        gate, up = gate_up.split(self._intermediate_size, dim=1)
+        gate, up = torch.chunk(gate_up, 2, dim=1)
         hidden = torch.nn.functional.silu(gate) * up
         return torch._grouped_mm(hidden, self._fc2, offs=self._ends, out_dtype=torch.bfloat16)
 
@@ -50,7 +49,7 @@ class TorchGroupedMlp:
         ends = self._ends.tolist()
         expert = next(e for e, end in enumerate(ends) if end > 0)
         x = self._rows[: ends[expert]].float()
-        gate, up = (x @ self._fc1[expert].float()).to(torch.bfloat16).split(self._intermediate_size, dim=1)
+        gate, up = torch.chunk((x @ self._fc1[expert].float()).to(torch.bfloat16), 2, dim=1)
         hidden = torch.nn.functional.silu(gate) * up
         expected = hidden.float() @ self._fc2[expert].float()
         got = self.run()[: ends[expert]].float()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from microbench.rivals.torch_grouped import TorchGroupedMlp
 from tools.gpu_suite import cases
 from tools.gpu_suite.layer import GpuLayer
 from vendored_kernels.registry import object_path
