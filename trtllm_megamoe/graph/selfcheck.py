@@ -2,10 +2,13 @@
 """Proves the dynamic methods on this machine: planted faults are found, clean steps pass, facts behind rules hold.
 
 `run_gpu_checks` is for a machine with a GPU; the same checks run as a rehearsal on the CPU in the test suite.
+`python -m trtllm_megamoe.graph.selfcheck` prints the results as JSON and exits with 0 when all passed.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -235,3 +238,14 @@ def run_gpu_checks() -> dict[str, Any]:
         raise MegaMoeUnavailableError("no CUDA GPU is visible; run_checks(torch.device('cpu')) rehearses the checks")
     device = torch.device("cuda", torch.cuda.current_device())
     return {**run_checks(device), "gpu": torch.cuda.get_device_name(device)}
+
+
+def main() -> int:
+    """Check the GPU at hand, else rehearse."""
+    result = run_gpu_checks() if torch.cuda.is_available() else run_checks(torch.device("cpu"))
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

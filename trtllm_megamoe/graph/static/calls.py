@@ -204,6 +204,10 @@ def _external(frame: Frame, node: ast.Call, target: str, arguments: Arguments) -
         return HOST
     if target == "torch.device":
         return arguments.get(0)
+    if target == "torch._assert":
+        if arguments.get(0).on_device:
+            frame.report("GR704", node, f"assert on a device value: `{text}`")
+        return HOST
     if target in words.SYNCS or last in ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize"):
         frame.report("GR601", node, f"waits on the host: `{text}`")
         return HOST

@@ -129,6 +129,8 @@ def _check_counter(frame: Frame, target: ast.expr, added: Value, node: ast.stmt,
     imports_torch = any(name.split(".")[0] == "torch" for name in frame.module.imports.values())
     if not imports_torch and not any(value.on_device for value in frame.env.values()):
         return  # host bookkeeping without any tensor
+    if frame.function is not None and "replay" in frame.function.mentions:
+        return  # host code around graphs: host-known integers may choose which one runs
     with frame.mute():
         held = attribute_of(frame, evaluate(frame, target.value), target.attr)
     counts = held.kind is Kind.HOST or (held.kind is Kind.UNKNOWN and words.COUNTER_NAMES.search(target.attr))

@@ -134,3 +134,9 @@ def step(x: Tensor) -> Tensor:
 def step(x: Tensor) -> Tensor:
     # graph-ok[GR101]: the length was read here once  # expect: GR002
     return x + 1
+
+
+# snippet: assert_function
+def step(x: Tensor) -> Tensor:
+    torch._assert((x >= 0).all(), "negative")  # expect: GR704
+    return x
