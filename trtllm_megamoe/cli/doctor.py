@@ -9,6 +9,7 @@ import click
 
 from trtllm_megamoe import __version__
 from trtllm_megamoe.cli.failure import EXIT_BAD_INPUT, debug_option
+from trtllm_megamoe.cli.host import doctor_host
 from trtllm_megamoe.cli.text import table
 from trtllm_megamoe.doctor import diagnose
 from trtllm_megamoe.envs import ENV_VARS
@@ -16,10 +17,13 @@ from trtllm_megamoe.envs import ENV_VARS
 
 @click.command("doctor", short_help="What this machine can run, and why not.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema megamoe-doctor/1) instead of a table.")
+@click.option("--host", "is_host", is_flag=True, help="Compare an installed tensorrt_llm with what the plug-in needs.")
 @debug_option
 @click.pass_context
-def command(ctx: click.Context, as_json: bool) -> None:
+def command(ctx: click.Context, as_json: bool, is_host: bool) -> None:
     """Say what this machine can run, requirement by requirement, and why not."""
+    if is_host:
+        ctx.exit(0 if doctor_host(as_json) else EXIT_BAD_INPUT)
     diagnosis = diagnose()
     if as_json:
         click.echo(json.dumps(diagnosis.to_dict(), indent=2))

@@ -17,6 +17,7 @@ import click
 import trtllm_megamoe
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.cli.failure import debug_option
+from trtllm_megamoe.cli.host import explain_host
 from trtllm_megamoe.cli.text import format_bytes, table
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import judge
@@ -159,20 +160,32 @@ def make_plan(model: ModelShape, ep_size: int, config: MegaMoeConfig) -> Plan:
 
 
 @click.command("explain", short_help="Memory by region, buckets, and who computes what.")
-@click.argument("source", metavar="PRESET|DIRECTORY")
+@click.argument("source", metavar="PRESET|DIRECTORY", required=False)
 @click.option("--ep-size", default=8, show_default=True, type=click.IntRange(min=1), help="Expert-parallel ranks.")
 @click.option("--max-tokens-per-rank", default=1024, show_default=True, type=click.IntRange(min=1), help="The cap.")
 @click.option("--combine-format", default="bf16", show_default=True, help="Wire: bf16, fp8 or fp4.")
 @click.option("--activations", default="auto", show_default=True, type=click.Choice(["auto", "nvfp4", "bf16"]))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (schema megamoe-explain/1) instead of tables.")
+@click.option("--host", "is_host", is_flag=True, help="Explain what the plug-in does to an installed tensorrt_llm.")
 @debug_option
 def command(
-    source: str, ep_size: int, max_tokens_per_rank: int, combine_format: str, activations: str, as_json: bool
+    source: str | None,
+    ep_size: int,
+    max_tokens_per_rank: int,
+    combine_format: str,
+    activations: str,
+    as_json: bool,
+    is_host: bool,
 ) -> None:
     """Show a layer's memory by region, its buckets, and who computes what; runs nothing.
 
     PRESET is one of deepseek-v3, deepseek-v4-pro, deepseek-v4-flash, kimi-k2, qwen3-235b, gpt-oss-120b.
     """
+    if is_host:
+        explain_host(as_json)
+        return
+    if source is None:
+        raise click.UsageError("name a PRESET or a checkpoint DIRECTORY, or ask with --host")
     model = find_model(source)
     config = MegaMoeConfig.create(
         hidden_size=model.hidden_size,

@@ -7,12 +7,16 @@ from trtllm_megamoe.comm.threads import run_threads, single
 __all__ = ["Communicator", "mpi", "run_threads", "single"]
 
 
-def mpi() -> Communicator:
-    """Communicator of the MPI job this process runs in (mpi4py is imported here, not before).
+def mpi(start_timeout_s: float | None = None) -> Communicator:
+    """Communicator of the MPI job this process runs in (mpi4py is imported here, not before). Collective.
+
+    Args:
+        start_timeout_s: Longest wait for all ranks to get here, seconds; None takes the default.
 
     Raises:
+        MegaMoeTimeoutError: Some rank never came.
         MegaMoeUnavailableError: mpi4py or an MPI library is missing, or the ranks span several nodes.
     """
     from trtllm_megamoe.comm.mpi import MpiCommunicator
 
-    return MpiCommunicator()
+    return MpiCommunicator() if start_timeout_s is None else MpiCommunicator(start_timeout_s=start_timeout_s)

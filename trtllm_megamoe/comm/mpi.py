@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0005
 _FAREWELL_S = 10.0
+_START_S = 120.0
+"""Longest wait for all ranks to build their communicator, unless the caller says otherwise."""
 
 
 class MpiCommunicator(Communicator):
@@ -25,7 +27,7 @@ class MpiCommunicator(Communicator):
 
     transport = "mpi"
 
-    def __init__(self, mpi_comm: Any = None) -> None:
+    def __init__(self, mpi_comm: Any = None, start_timeout_s: float = _START_S) -> None:
         os.environ.setdefault(*QUIET_OPEN_MPI)
         try:
             from mpi4py import MPI
@@ -36,7 +38,7 @@ class MpiCommunicator(Communicator):
             ) from err
         self._mpi = MPI
         # a private duplicate: our collectives never match somebody else's on the same communicator
-        self._comm = (MPI.COMM_WORLD if mpi_comm is None else mpi_comm).Dup()
+        self._comm = _duplicate(MPI.COMM_WORLD if mpi_comm is None else mpi_comm, start_timeout_s)
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
         self._windows: list[Any] = []
@@ -105,3 +107,17 @@ def leave_together(exit_code: int) -> None:
             logger.error("rank %d failed alone; ending the job", world.Get_rank())
             world.Abort(exit_code)
         time.sleep(_POLL_S)
+
+
+def _duplicate(comm: Any, timeout_s: float) -> Any:
+    """A duplicate, once every rank has asked for it; a rank that never does is not waited for without bound."""
+    duplicate, request = comm.Idup()
+    deadline = time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise MegaMoeTimeoutError(
+                f"rank {comm.Get_rank()}: waited {timeout_s:g} s for {comm.Get_size()} MPI ranks to build their "
+                "communicator; at least one never came"
+            )
+        time.sleep(_POLL_S)
+    return duplicate

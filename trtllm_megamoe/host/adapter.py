@@ -114,7 +114,9 @@ class BackendLogic:
                 f"{self.where}: experts that migrate at run time (layer_updates_per_iter > 0) are not supported; a "
                 "static placement is"
             )
-        layer = MegaMoELayer(self._layer_config(), ep_communicator(self.mapping), layer=self.layer_idx)
+        layer = MegaMoELayer(
+            self._layer_config(), ep_communicator(self.mapping, self.megamoe_settings.timeout_s), layer=self.layer_idx
+        )
         self.megamoe_layer = layer
         self._handle = register_layer(layer)
         logger.info("%s: %s runs here, engine %s", self.where, CLASS_NAME, layer.engine_name)

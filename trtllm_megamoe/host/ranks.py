@@ -32,10 +32,18 @@ def why_not_pure_dep(mapping: Any) -> str | None:
     return None
 
 
-def ep_communicator(mapping: Any) -> Communicator:
+_ABSENT_RANK = (
+    "Some rank does not take part in the plug-in's handshake: it failed on its own (see its log), or the plug-in is "
+    "not active there. Start all ranks alike; for ranks that the host does not spawn itself install the start-up hook "
+    "(python -m trtllm_megamoe.host --install-hook, TRTLLM_MEGAMOE_ENABLE=1)"
+)
+
+
+def ep_communicator(mapping: Any, timeout_s: float) -> Communicator:
     """The communicator of the expert-parallel group, one per process.
 
     Raises:
+        MegaMoeTimeoutError: A rank never came.
         MegaMoeConfigError: Not pure DEP, or MPI counts ranks differently; raised before anything collective.
         MegaMoeUnavailableError: Several ranks without MPI.
 
@@ -53,12 +61,15 @@ def ep_communicator(mapping: Any) -> Communicator:
             f"rank {mapping.rank}: MPI says rank {rank} of {size}, the host's mapping says {ep_rank} of {ep_size}; "
             "start the workers through trtllm-serve, LLM(...) or mpirun with one rank per GPU"
         )
-    return _world_communicator()
+    try:
+        return _world_communicator(timeout_s)
+    except MegaMoeTimeoutError as err:
+        raise MegaMoeTimeoutError(f"{err}. {_ABSENT_RANK}") from err
 
 
 @functools.cache
-def _world_communicator() -> Communicator:
-    return mpi()
+def _world_communicator(timeout_s: float) -> Communicator:
+    return mpi(timeout_s)
 
 
 def _mpi_world() -> tuple[int, int]:
@@ -81,8 +92,4 @@ def handshake(facts: Mapping[str, object], comm: Communicator, timeout_s: float)
     try:
         require_rank_identical(facts, comm, timeout_s)
     except MegaMoeTimeoutError as err:
-        raise MegaMoeTimeoutError(
-            f"{err}. Some rank does not take part in the plug-in's handshake: it failed on its own (see its log), or "
-            "the plug-in is not active there. Start all ranks alike; for ranks that the host does not spawn itself "
-            "install the start-up hook (python -m trtllm_megamoe.host --install-hook, TRTLLM_MEGAMOE_ENABLE=1)"
-        ) from err
+        raise MegaMoeTimeoutError(f"{err}. {_ABSENT_RANK}") from err

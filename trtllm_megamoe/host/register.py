@@ -150,7 +150,7 @@ def _agree(
         **settings.rank_facts(),
         f"backend of {where}": f"{chosen}{f' ({why})' if why else ''}",
     }
-    handshake(facts, ep_communicator(mapping), settings.timeout_s)
+    handshake(facts, ep_communicator(mapping, settings.timeout_s), settings.timeout_s)
 
 
 def _dsl_version() -> str:
