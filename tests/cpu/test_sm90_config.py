@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernel's host side: legality, budgets, tile choice, keys, and the lint that guards its memory order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.check_kernels import WINDOW, expected_wgmma, lint_ptx
+from trtllm_megamoe.presets import PRESETS
+from vendored_kernels import registry
+from vendored_kernels.launch import ADDRESSES, NUMBERS, Launch, ready_words
+from vendored_kernels.sm90.config import (
+    MAX_SHARED_BYTES,
+    REGISTER_FILE,
+    TILES,
+    KernelConfig,
+    KernelConfigError,
+    LayerSpec,
+    TileConfig,
+    choose_tile,
+)
+
+LAYER = LayerSpec(1024, 512, 13, 6, "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 40}, "hidden_size 40 must be a positive multiple of 32"),
+        ({"intermediate_size": 24}, "intermediate_size 24 must be a positive multiple of 16"),
+        ({"num_local_experts": 257}, "num_local_experts 257"),
+        ({"top_k": 17}, "top_k 17"),
+        ({"activation_mode": "fp8"}, "activation_mode 'fp8'"),
+        ({"combine_format": "int8"}, "combine_format 'int8'"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit 0.0"),
+    ],
+)
+def test_layer_illegal_field_is_refused_with_the_rule(change: dict[str, object], words: str) -> None:
+    with pytest.raises(KernelConfigError, match=words):
+        KernelConfig(dataclasses.replace(LAYER, **change), TILES["n16"])  # type: ignore[arg-type]
+
+
+def test_layer_several_faults_are_all_named() -> None:
+    with pytest.raises(KernelConfigError, match=r"hidden_size 1.*top_k 0"):
+        dataclasses.replace(LAYER, hidden_size=1, top_k=0).check()
+
+
+def test_tile_oversubscribed_registers_are_refused() -> None:
+    """setmaxnreg beyond what the launch owns hangs the GPU."""
+    with pytest.raises(KernelConfigError, match="setmaxnreg asks for"):
+        TileConfig("too-many", (16,), 256, 2, 240, 40).check()
+
+
+@pytest.mark.parametrize("widths", [(), (16, 8), (8, 8), (8, 16, 24, 32, 40), (12,), (136,)])
+def test_tile_illegal_widths_are_refused(widths: tuple[int, ...]) -> None:
+    with pytest.raises(KernelConfigError, match="token_widths"):
+        TileConfig("bad", widths, 256, 2, 232, 40).check()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    hidden=st.integers(1, 256).map(lambda n: 32 * n),
+    inter=st.integers(1, 256).map(lambda n: 16 * n),
+    experts=st.integers(1, 256),
+    top_k=st.integers(1, 16),
+    mode=st.sampled_from(["nvfp4", "bf16"]),
+    wire=st.sampled_from(["bf16", "fp8", "fp4"]),
+    before=st.booleans(),
+)
+def test_shipped_tiles_any_legal_layer_fit_the_chip(
+    hidden: int, inter: int, experts: int, top_k: int, mode: str, wire: str, before: bool
+) -> None:
+    layer = LayerSpec(hidden, inter, experts, top_k, mode, wire, before)
+    for tile in TILES.values():
+        config = KernelConfig(layer, tile)
+        assert config.shared_bytes <= MAX_SHARED_BYTES
+        assert min(config.weight_stages, config.token_stages) >= 3
+        registers = 128 * (tile.math_warpgroups * tile.math_registers + tile.producer_registers)
+        assert registers <= tile.launch_registers * tile.threads <= REGISTER_FILE
+        assert config.fc1_row_tiles * tile.rows >= 2 * inter
+        assert config.fc2_row_tiles * tile.rows >= hidden
+        assert config.weight_stage_bytes % 128 == 0 and config.token_stage_bytes % 1024 == 0
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("mode", ["nvfp4", "bf16"])
+def test_choose_tile_more_tokens_never_choose_narrower_blocks(preset: str, mode: str) -> None:
+    shape = PRESETS[preset]
+    layer = LayerSpec(shape.hidden_size, shape.intermediate_size, shape.num_experts // 8, shape.top_k, mode)
+    widest = [choose_tile(layer, tokens).widest for tokens in (0, 1, 8, 64, 256, 1024, 8192)]
+    assert widest == sorted(widest)
+    assert choose_tile(layer, 1) == choose_tile(layer, 1)
+    KernelConfig(layer, choose_tile(layer, 1))  # legal
+
+
+def test_choose_tile_few_waves_take_half_tiles() -> None:
+    qwen = LayerSpec(4096, 1536, 16, 8, "bf16")
+    assert choose_tile(qwen, 32).rows == 128
+    v4_pro = LayerSpec(7168, 3072, 48, 6, "bf16")
+    assert choose_tile(v4_pro, 128).rows == 256
+
+
+def test_key_every_fact_changes_it() -> None:
+    base = KernelConfig(LAYER, TILES["n16"])
+    others = [
+        KernelConfig(dataclasses.replace(LAYER, **change), TILES["n16"])  # type: ignore[arg-type]
+        for change in (
+            {"hidden_size": 1056},
+            {"activation_mode": "bf16"},
+            {"combine_format": "fp8"},
+            {"swiglu_limit": 7.0},
+            {"swiglu_alpha": 1.5},
+            {"weigh_before_requant": True},
+            {"top_k": 5},
+        )
+    ]
+    others += [KernelConfig(LAYER, TILES["n8"])]
+    keys = {registry.kernel_key(config, "sm_90a") for config in (base, *others)}
+    assert len(keys) == 1 + len(others)
+    assert registry.kernel_key(base, "sm_90a") == registry.kernel_key(KernelConfig(LAYER, TILES["n16"]), "sm_90a")
+
+
+def test_load_missing_object_names_kernel_and_command(tmp_path: Path) -> None:
+    with pytest.raises(registry.KernelNotCompiledError, match=r"hidden 1024.*tile n16.*trtllm_megamoe compile"):
+        registry.load_kernel(KernelConfig(LAYER, TILES["n16"]), "sm_90a", tmp_path)
+
+
+def test_launch_unknown_argument_is_refused() -> None:
+    with pytest.raises(KeyError, match="wieght"):
+        Launch(lambda *args: None, None, {"wieght": 1})
+
+
+def test_launch_arguments_keep_the_compiled_order() -> None:
+    """The object's signature is positional: a name in two places would silently shift every argument behind it."""
+    names = (*ADDRESSES, *NUMBERS)
+    assert len(set(names)) == len(names) == 28
+
+
+@given(st.integers(1, 4096), st.integers(1, 64), st.data())
+@settings(deadline=None, max_examples=60)
+def test_ready_words_any_routing_fits(routes: int, experts: int, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, routes), min_size=experts - 1, max_size=experts - 1)))
+    counts = [b - a for a, b in zip([0, *cuts], [*cuts, routes], strict=True)]
+    assert sum(math.ceil(c / 8) for c in counts) <= ready_words(routes, experts)
+
+
+def test_expected_wgmma_matches_the_main_loop() -> None:
+    facts = KernelConfig(LAYER, TILES["n16"]).facts()
+    assert expected_wgmma(facts) == 48  # 8 k16 steps, 2 m64 tiles, 3 widths
+    assert expected_wgmma(KernelConfig(LAYER, TILES["h16"]).facts()) == 48  # 8 k16, 1 m64, 2 steps, 3 widths
+
+
+def _sound_ptx() -> str:
+    """The order-relevant skeleton of a kernel's PTX."""
+    wait = ["ld.acquire.gpu.global.b32 %r1, [%rd1];", "ld.acquire.sys.global.b32 %r2, [%rd2];"]
+    wait += ["st.release.sys.global.b32 [%rd2], 1;", "ld.acquire.gpu.global.b32 %r1, [%rd1];"]
+    other_work = ["add.s32 %r9, %r9, 1;"] * WINDOW
+    token = [*wait, *wait, "fence.proxy.async;", "cp.async.bulk.tensor.2d [%r3];", *other_work]
+    release = ["fence.proxy.async;", "red.release.gpu.global.add.u32 [%rd3], 1;"]
+    release += ["red.release.gpu.global.add.u32 [%rd4], 1;"]
+    math_warps = ["fence.proxy.async;", "bar.sync 9, 256;", "red.release.gpu.global.add.u32 [%rd5], 1;", *wait]
+    leave = ["atom.acq_rel.gpu.global.add.u32 %r4, [%rd6], 1;", "ld.acquire.sys.global.b32 %r2, [%rd2];"]
+    return "\n".join([*token, *release, *other_work, *math_warps, *leave])
+
+
+def test_lint_sound_ptx_has_no_fault() -> None:
+    assert lint_ptx(_sound_ptx()) == []
+
+
+def test_lint_any_order_instruction_removed_is_a_fault() -> None:
+    lines = _sound_ptx().splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(("bar", "cp.", "add.")):
+            continue
+        assert lint_ptx("\n".join(lines[:number] + lines[number + 1 :])), f"line {number} {line!r} may be missing"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ld.acquire.gpu", "ld.relaxed.gpu"),
+        ("red.release.gpu", "red.relaxed.gpu"),
+        ("st.release.sys", "st.release.gpu"),
+        ("ld.acquire.sys", "ld.acquire.gpu"),
+        ("atom.acq_rel.gpu", "atom.relaxed.gpu"),
+    ],
+)
+def test_lint_weaker_order_or_scope_is_a_fault(old: str, new: str) -> None:
+    assert lint_ptx(_sound_ptx().replace(old, new))
+
+
+@pytest.mark.parametrize("word", ["tanh.approx.f32 %f1, %f2;", "ld.global.nc.b32 %r1, [%rd1];"])
+def test_lint_forbidden_instruction_is_a_fault(word: str) -> None:
+    assert lint_ptx(_sound_ptx() + "\n" + word)
