@@ -23,9 +23,10 @@ def doctor_host(as_json: bool) -> bool:
     Raises:
         MegaMoeUnavailableError: No tensorrt_llm, or one of an era that is not supported.
     """
-    from trtllm_megamoe.host import compat
+    from trtllm_megamoe.host import compat, hook
     from trtllm_megamoe.host.__main__ import hook_path
 
+    hook.remove()  # a host that differs is to be described here, not refused
     api = compat.locate()
     found = compat.deviations(api)
     facts = {

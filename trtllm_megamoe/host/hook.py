@@ -69,6 +69,11 @@ def _react_after(spec: importlib.machinery.ModuleSpec, reaction: Callable[[], No
     loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
+def remove() -> None:
+    """Stop reacting to imports; what was registered stays. For tools that only look at a host."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, PostImportFinder)]
+
+
 def install() -> None:
     """Arrange the reactions, and react at once to what is loaded already. Idempotent.
 
