@@ -194,7 +194,8 @@ def growth(case: Case, layout: str, device: str, meter: Callable[[], Meter]) -> 
         with loader.open(order=order, spill_directory=Path(directory) if case.spill else None) as window:
             window.deliver(tensors(case.order, seed=2))
         del window
-    return measured.peak_bytes - (0 if case.reload else steady_bytes(stores))
+    counts_weights = not case.reload and (device == "cpu" or meter is CudaMeter)
+    return measured.peak_bytes - (steady_bytes(stores) if counts_weights else 0)
 
 
 @click.command()

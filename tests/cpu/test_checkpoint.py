@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.helpers.checkpoints import (
 from tests.helpers.synthetic import make_layer_tensors, seeded
 from trtllm_megamoe.errors import MegaMoeWeightError
 from trtllm_megamoe.weights.checkpoint import Checkpoint
+from trtllm_megamoe.weights.safetensors_file import SafetensorsFile
 from trtllm_megamoe.weights.spec import LayerShape, parse_name
 
 HID, INT, EXP, TOPK = 64, 32, 4, 2
@@ -259,3 +261,22 @@ def test_checkpoint_absent_parts_are_each_refused(tmp_path: Path) -> None:
     assert "num_experts_per_tok" in refusal(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 40}))
     assert "hidden_size=40 is not a multiple of 16" in refusal(tmp_path)
+
+
+def test_checkpoint_read_ahead_is_bounded_and_ends_with_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path, spell(small_layer(), "model.layers.0.mlp.experts.", hf=True), CONFIG)
+    read: list[str] = []
+    original = SafetensorsFile.read
+
+    def spy(self: SafetensorsFile, name: str) -> torch.Tensor:
+        read.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(SafetensorsFile, "read", spy)
+    stream = Checkpoint.open(path).iter_layer(0, readers=2)
+    next(stream)
+    stream.close()
+    assert 1 <= len(read) <= 5  # the one taken and two a reader
+    assert not any(thread.name.startswith("megamoe-read") for thread in threading.enumerate())

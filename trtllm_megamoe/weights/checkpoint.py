@@ -8,7 +8,9 @@ Callers: the CLI, the layer's users, the audit. Judging what the tensors contain
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -171,13 +173,16 @@ class Checkpoint:
             if wanted is None or key.expert in wanted or key.family is AuxFamily.FC1_INPUT
         ]
 
-    def iter_layer(self, layer: int, experts: Iterable[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_layer(
+        self, layer: int, experts: Iterable[int] | None = None, *, readers: int = 4
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Read one layer's routed experts lazily, expert by expert.
 
         Args:
             layer: model layer.
             experts: global ids to read; None reads all. Gate and up `input_scale` of every expert come in any case,
                 because a1 is their maximum over all experts (R27).
+            readers: threads that read ahead, by two tensors each at most.
 
         Yields:
             (name as in the file, tensor in fresh CPU memory).
@@ -185,8 +190,7 @@ class Checkpoint:
         Raises:
             MegaMoeWeightError: no such layer, an unknown dialect, or a file that shrank meanwhile.
         """
-        for stored in self.layer_tensors(layer, experts):
-            yield stored.name, stored.read()
+        yield from _read_ahead(self.layer_tensors(layer, experts), readers)
 
     def _require_dialect(self, layer: int) -> None:
         contents = self.contents[layer]
@@ -205,6 +209,27 @@ class Checkpoint:
             f"{contents.unknown[0]!r}, first missing {missing or 'none'}; supported: ModelOpt NVFP4 and "
             "compressed-tensors nvfp4-pack-quantized, one tensor per expert and projection"
         )
+
+
+def _read_ahead(tensors: list[StoredTensor], readers: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read in order, a few tensors ahead in threads: page faults of fresh memory cost more than the copy."""
+    pending: deque[tuple[str, Future[torch.Tensor]]] = deque()
+
+    def take() -> tuple[str, torch.Tensor]:
+        name, future = pending.popleft()
+        return name, future.result()
+
+    with ThreadPoolExecutor(readers, thread_name_prefix="megamoe-read") as pool:
+        try:
+            for stored in tensors:
+                if len(pending) == 2 * readers:
+                    yield take()
+                pending.append((stored.name, pool.submit(stored.read)))
+            while pending:
+                yield take()
+        finally:
+            for _, future in pending:
+                future.cancel()
 
 
 def _describe_dialect(unknown: list[str]) -> str:

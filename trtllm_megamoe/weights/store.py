@@ -16,12 +16,14 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeStateError, MegaMoeWeightError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.weights.build import reference_weights
+from trtllm_megamoe.weights.calibration import InputScales
 from trtllm_megamoe.weights.experts import ExpertWeights
 from trtllm_megamoe.weights.faults import FaultKind, FaultLog
 from trtllm_megamoe.weights.host_memory import return_freed_memory
@@ -186,6 +188,26 @@ class WeightStore:
         if self.layout.name != "reference":
             raise MegaMoeStateError(f"{self.where}: layout {self.layout.name} cannot be viewed as ExpertWeights")
         return reference_weights(self.spec, self._packed, self.scales)
+
+    def set_input_scales(self, scales: InputScales, mode: ActivationMode | None = None) -> None:
+        """Replace the activation scales of a loaded store, e.g. by calibrated ones (R27); codes and addresses stay.
+
+        Args:
+            scales: a1 and a2.
+            mode: activation mode from now on; None keeps the present one.
+
+        Raises:
+            MegaMoeStateError: the store is not ready.
+        """
+        self.require_ready()
+        new = replace(self.scales, input_global=scales.input_global, down_input_global=scales.down_input_global)
+        mode = mode if mode is not None else self._mode
+        assert mode is not None  # a ready store has one
+        alphas = {name: tensor.to(self.device) for name, tensor in derive_alphas(new, mode).items()}
+        self._publish([], {}, alphas)
+        self._scales, self._mode = new, mode
+        for listener in self._listeners:
+            listener(self)
 
     def migratable(self) -> dict[str, torch.Tensor]:
         """Tensors to register for expert migration: derived ones only, dimension 0 counting local experts (R25).
