@@ -62,7 +62,10 @@ setup(
         "bench": BENCH,
         "dev": DEV,
     },
-    entry_points={"console_scripts": ["trtllm-megamoe = trtllm_megamoe.__main__:program"]},
+    entry_points={
+        "console_scripts": ["trtllm-megamoe = trtllm_megamoe.__main__:program"],
+        "pytest11": ["graph_safe = trtllm_megamoe.graph.pytest_plugin"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -18,7 +18,7 @@ pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
 FAULTY = "def step(x: 'Tensor'):\n    if x.any():\n        return x.new_zeros(4)\n    return x\n"
-STEP_MODULE = '''
+STEP_MODULE = """
 import torch
 from trtllm_megamoe.graph import StepUnderTest
 
@@ -38,7 +38,7 @@ def make_faulty():
         return x * x.amax().item()
 
     return StepUnderTest(run, {"x": x}, name="faulty")
-'''
+"""
 
 
 @pytest.fixture
@@ -145,7 +145,10 @@ LOADED = (check_capture, find_syncs)  # imported here, so that inner runs do not
 def _pytest(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # an installed package would load the plugin a second time
-        return pytester.runpytest_inprocess("-p", "trtllm_megamoe.graph.pytest_plugin", *arguments)
+        # by module, not by entry point: the package need not be installed
+        return pytester.runpytest_inprocess(
+            "-p", "no:graph_safe", "-p", "trtllm_megamoe.graph.pytest_plugin", *arguments
+        )
 
 
 @pytest.mark.parametrize(
