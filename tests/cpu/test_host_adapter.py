@@ -385,6 +385,36 @@ def test_migrating_experts_are_refused_at_creation(newest: str) -> None:
         make_moe(newest, QWEN, model_config(moe_load_balancer=balancer))
 
 
+# ---- the host's tuning pass (R32, R33)
+
+
+def test_tuning_pass_and_a_second_engine_leave_nothing_behind(newest: str) -> None:
+    """Serving never tunes: the host's tuner is not even imported, no scratch exists, nothing grows, nothing is kept."""
+    import gc
+    import sys
+
+    from trtllm_megamoe.tuning.scratch import ProfilingScratch
+
+    ops = importlib.import_module("trtllm_megamoe.host.ops")
+    adapter = importlib.import_module("trtllm_megamoe.host.adapter")
+    before = len(ops._layers)
+    engines = [
+        make_moe(newest, QWEN, model_config(), layer_idx=index) for index in (0, 61)
+    ]  # the second is the draft's
+    for moe in engines:
+        load(moe, QWEN)
+        for _ in range(3):
+            forward(moe, QWEN, slice(0, 2))
+    assert len(ops._layers) == before + 2 and len(adapter._backends) == 2
+    assert "tensorrt_llm._torch.autotuner" not in sys.modules
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if isinstance(thing, ProfilingScratch)]
+    del moe
+    engines.clear()
+    gc.collect()
+    assert len(ops._layers) == before and len(adapter._backends) == 0
+
+
 # ---- ranks agree
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from trtllm_megamoe.buckets import launch_cap
+from trtllm_megamoe.comm.rendezvous import ensure_process_group
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ScorePlacement
@@ -114,9 +115,11 @@ class BackendLogic:
                 f"{self.where}: experts that migrate at run time (layer_updates_per_iter > 0) are not supported; a "
                 "static placement is"
             )
-        layer = MegaMoELayer(
-            self._layer_config(), ep_communicator(self.mapping, self.megamoe_settings.timeout_s), layer=self.layer_idx
-        )
+        settings = self.megamoe_settings
+        comm = ep_communicator(self.mapping, settings.timeout_s)
+        if settings.engine == "cuda" and comm.size > 1:  # symmetric memory needs a process group
+            ensure_process_group(comm, settings.timeout_s, torch.device("cuda", torch.cuda.current_device()))
+        layer = MegaMoELayer(self._layer_config(), comm, layer=self.layer_idx)
         self.megamoe_layer = layer
         self._handle = register_layer(layer)
         logger.info("%s: %s runs here, engine %s", self.where, CLASS_NAME, layer.engine_name)

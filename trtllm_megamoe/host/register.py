@@ -24,6 +24,7 @@ from trtllm_megamoe.host.compat import Era, HostApi, detect, require_worker_entr
 from trtllm_megamoe.host.ranks import ep_communicator, handshake, why_not_pure_dep
 from trtllm_megamoe.host.reliance import BACKEND, UPSTREAM_CLASS
 from trtllm_megamoe.host.settings import HostSettings, adopt_aliases
+from trtllm_megamoe.tuning.table import SCHEMA as TABLE_SCHEMA
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ def _agree(
         "tensorrt_llm": f"{api.version}, era {api.era.value}",
         "combine formats": tuple(fmt.wire_name for fmt in CombineFormat),
         "bucket rungs": RUNGS,
+        "tactic tables": TABLE_SCHEMA,
         **settings.rank_facts(),
         f"backend of {where}": f"{chosen}{f' ({why})' if why else ''}",
     }
