@@ -526,7 +526,7 @@ def test_weights_reload_without_host_memory_is_refused_before_anything_changes()
     for store in loader.stores.values():
         store.require_ready()
     # The same room is enough when the order is promised, or known by name to need no more.
-    load_all(loader, model_tensors("B"), order=DeliveryOrder.LAYER)
+    load_all(loader, model_tensors("B"), order="layer")
     load_all(loader, model_tensors("A"), names=list(model_tensors("A")))
     assert_contents(loader, n3="A", n5="A", n8="A")
     with pytest.raises(MegaMoeUnavailableError):
@@ -619,6 +619,8 @@ def test_weights_illegal_moves_name_the_state() -> None:
             call()
     with pytest.raises(MegaMoeStateError, match="ready and cannot become ready"):
         store.end(hold=False)
+    with pytest.raises(MegaMoeConfigError, match="allowed: any, layer"):
+        loader.open(order="expert")
     with pytest.raises(MegaMoeStateError, match=r"no store for layers \[4\]; known: 3, 5, 8"):
         loader.open(layers=[4])
 

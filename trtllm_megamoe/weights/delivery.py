@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Set
 
+from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.weights.spec import AuxFamily, ModuleSpec, TensorKey, parse_name
 
 
@@ -18,6 +19,15 @@ class DeliveryOrder(str, enum.Enum):
     ANY = "any"
     LAYER = "layer"
     """Everything of a layer comes before any bulk tensor of the next; only an aux tail may follow later."""
+
+    @classmethod
+    def parse(cls, order: DeliveryOrder | str) -> DeliveryOrder:
+        """Accept a member or its value; anything else is an error that lists the values."""
+        try:
+            return cls(order)
+        except ValueError:
+            allowed = ", ".join(member.value for member in cls)
+            raise MegaMoeConfigError(f"delivery order {order!r} is unknown; allowed: {allowed}") from None
 
 
 def staging_peak(

@@ -61,7 +61,7 @@ class WeightLoader:
         self,
         *,
         layers: Iterable[int] | None = None,
-        order: DeliveryOrder = DeliveryOrder.ANY,
+        order: DeliveryOrder | str = DeliveryOrder.ANY,
         families: Iterable[AuxFamily] | None = None,
         names: Iterable[str] | None = None,
         spill_directory: Path | None = None,
@@ -78,10 +78,12 @@ class WeightLoader:
                 memory of one expert only.
 
         Raises:
+            MegaMoeConfigError: unknown order.
             MegaMoeStateError: a window is open, or a store may not be reloaded.
             MegaMoeUnavailableError: the host has not the memory (or disk) that staging will need; nothing was changed.
         """
         self._require_closed("opening another")
+        order = DeliveryOrder.parse(order)
         chosen = list(self.stores) if layers is None else sorted(set(layers))
         unknown = [layer for layer in chosen if layer not in self.stores]
         if unknown:
