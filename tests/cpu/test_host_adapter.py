@@ -385,6 +385,30 @@ def test_migrating_experts_are_refused_at_creation(newest: str) -> None:
         make_moe(newest, QWEN, model_config(moe_load_balancer=balancer))
 
 
+# ---- warm-up
+
+
+def test_first_launch_prepares_every_bucket_once_and_never_inside_a_capture(
+    newest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B44: the general warm-up runs one size; decode buckets must not meet their first time in the capture."""
+    moe = make_moe(newest, QWEN, model_config(max_num_tokens=300))
+    load(moe, QWEN)
+    layer = moe.backend.megamoe_layer
+    launched: list[int] = []
+    engine_forward = layer._engine.forward
+    monkeypatch.setattr(layer._engine, "forward", lambda *a: launched.append(a[-1]) or engine_forward(*a))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(MegaMoeStateError, match=r"layer 7: the first launch .* inside a graph capture"):
+            forward(moe, QWEN, slice(0, 2), all_rank_num_tokens=[2])
+    assert launched == []
+    for _ in range(2):
+        forward(moe, QWEN, slice(0, 2), all_rank_num_tokens=[2])
+    assert launched == [16, 64, 256, 300, 16, 16]
+
+
 # ---- the host's tuning pass (R32, R33)
 
 

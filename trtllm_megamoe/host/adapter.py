@@ -96,6 +96,7 @@ class BackendLogic:
         self._pretrained_config = getattr(model_config, "pretrained_config", None)
         self._handle = 0
         self._launch_tokens: int | None = None
+        self._is_prepared = False
         self.megamoe_layer = None
         self.megamoe_weights = None
         _backends.add(self)
@@ -203,25 +204,34 @@ class BackendLogic:
             MegaMoeConfigError: LoRA, an unfinalised result or another output dtype was asked for.
         """
         hint, self._launch_tokens = self._launch_tokens, None
-        if self.megamoe_weights is None:
-            raise MegaMoeStateError(f"{self.where}: run_moe before create_weights")
-        self.megamoe_weights.require_usable()
         if ctx.lora_params is not None or not ctx.do_finalize:
             raise MegaMoeConfigError(f"{self.where}: lora_params and do_finalize=False are not supported")
         if ctx.output_dtype not in (None, torch.bfloat16):
             raise MegaMoeConfigError(f"{self.where}: output dtype {ctx.output_dtype}, this backend returns bfloat16")
         ids, scales = ctx.token_selected_experts, ctx.token_final_scales
-        return moe_forward(ctx.x, ids, scales, hint or 0, self._handle)
+        return self._launch(ctx.x, ids, scales, hint or 0)
 
     def forward_impl(self, x: torch.Tensor, router_logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Era C's direct entry, without the wrapper: one chunk, routed here."""
-        if self.megamoe_weights is None:
-            raise MegaMoeStateError(f"{self.where}: forward before create_weights")
-        self.megamoe_weights.require_usable()
         ids, scales = self.routing_method.apply(router_logits, kwargs.get("input_ids"))
         counts = kwargs.get("all_rank_num_tokens")
         launch_tokens = max(counts) if counts else 0
-        return moe_forward(x, ids.to(torch.int32), scales.to(torch.float32), launch_tokens, self._handle)
+        return self._launch(x, ids.to(torch.int32), scales.to(torch.float32), launch_tokens)
+
+    def _launch(self, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor, launch_tokens: int) -> torch.Tensor:
+        """The first launch of a layer launches every bucket once without tokens, so that none compiles in a capture."""
+        if self.megamoe_weights is None or self.megamoe_layer is None:
+            raise MegaMoeStateError(f"{self.where}: forward before create_weights")
+        self.megamoe_weights.require_usable()
+        if not self._is_prepared:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise MegaMoeStateError(
+                    f"{self.where}: the first launch of this layer is inside a graph capture; run the host's general "
+                    "warm-up (one eager forward) on all ranks before capturing"
+                )
+            self.megamoe_layer.prepare()
+            self._is_prepared = True
+        return moe_forward(x, ids, scales, launch_tokens, self._handle)
 
     def shutdown(self) -> None:
         """Give the workspace back. Idempotent; every rank calls it."""
