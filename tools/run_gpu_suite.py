@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
-Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals. With `--compile` it builds the
+Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once. With `--compile` it builds the
 kernels that the parts need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import datetime
 import json
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-PARTS = ("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals")
+PARTS = ("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals", "once")
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="v4-pro,dsv3,qwen3-235b", help="bench: shapes")
     parser.add_argument("--modes", default="bf16,nvfp4", help="bench: activation modes")
     parser.add_argument("--points", default="uniform:1,uniform:16,uniform:64,uniform:256,uniform:1024", help="bench")
-    parser.add_argument("--tiles", default="", help="bench: tile configurations instead of the chosen one")
+    parser.add_argument("--tiles", default="", help="bench, correctness: these tile configurations only")
     arguments = parser.parse_args()
     if arguments.compile:
         return compile_needed(arguments)
@@ -67,10 +68,16 @@ def environment() -> dict[str, Any]:
         "sms": torch.cuda.get_device_properties(0).multi_processor_count,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "driver": _driver(),
         "python": platform.python_version(),
         "cutlass_dsl": registry.DSL_VERSION,
         "kernel_sources": registry.source_digest()[:24],
     }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
 def compile_needed(arguments: argparse.Namespace) -> int:
@@ -95,14 +102,15 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
     from tools.gpu_suite import bench, correctness, goldens, stability
 
     if part == "correctness":
-        return correctness.run(arguments.cache, arguments.only, arguments.routings)
+        return correctness.run(arguments.cache, arguments.only, arguments.routings, arguments.tiles)
+    points = [(p.split(":")[0], int(p.split(":")[1])) for p in arguments.points.split(",")]
+    shapes, modes = arguments.shapes.split(","), arguments.modes.split(",")
+    if part == "once":
+        return bench.launch_once(arguments.cache, shapes, modes, points)
     if part == "bench":
-        points = [(p.split(":")[0], int(p.split(":")[1])) for p in arguments.points.split(",")]
-        shapes, modes = arguments.shapes.split(","), arguments.modes.split(",")
         return bench.run(arguments.cache, shapes, modes, points, arguments.tiles)
     if part == "rivals":
-        points = [(p.split(":")[0], int(p.split(":")[1])) for p in arguments.points.split(",")]
-        return bench.run_rivals(arguments.shapes.split(","), points)
+        return bench.run_rivals(shapes, points)
     if part == "goldens":
         return goldens.run(arguments.cache)
     return {

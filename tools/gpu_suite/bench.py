@@ -145,6 +145,23 @@ def run(
         torch.cuda.empty_cache()
 
 
+def launch_once(cache_dir: Path, shapes: list[str], modes: list[str], points: list[tuple[str, int]]) -> Iterator[Any]:
+    """Three eager launches per point, for a profiler around the process: `ncu --launch-skip 2 --launch-count 1`."""
+    for shape in shapes:
+        for mode in modes:
+            spec = spec_of(shape, mode)
+            packed = random_records(spec)
+            for routing, rows in points:
+                ids = route_ids(spec, routing, rows)
+                tile = choose_tile(spec, ids.shape[0]).name
+                layer = GpuLayer(spec, {}, max(ids.shape[0], 1), cache_dir, packed=packed, scales=random_scales(spec))
+                x, w = cases.tokens(spec, ids.shape[0], 3), cases.weights(spec, ids, 4)
+                for _ in range(3):
+                    layer.forward(tile, x, ids, w)
+                torch.cuda.synchronize()
+                yield {"shape": shape, "mode": mode, "routing": routing, "rows": rows, "tile": tile, "ok": True}
+
+
 def run_rivals(shapes: list[str], points: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
     """The same rows per expert through public kernels on the same card, sorted rows in, no gather and no top-k sum."""
     for shape in shapes:

@@ -149,7 +149,7 @@ def compare(out: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     }
 
 
-def run(cache_dir: Path, only: str = "", routings: str = "") -> Iterator[dict[str, Any]]:
+def run(cache_dir: Path, only: str = "", routings: str = "", tiles: str = "") -> Iterator[dict[str, Any]]:
     """One result per (case, tile, routing); `ok` says whether it is inside its tolerance."""
     for number, case in enumerate(all_cases()):
         if only and only not in case.name:
@@ -165,7 +165,7 @@ def run(cache_dir: Path, only: str = "", routings: str = "") -> Iterator[dict[st
             x = cases.tokens(spec, ids.shape[0], 17 + index)
             w = cases.weights(spec, ids, 23 + index)
             expected = oracle_forward(oracle, x, ids, w, oracle_options(spec)).to(torch.bfloat16)
-            for tile in case.tiles:
+            for tile in tiles.split(",") if tiles else case.tiles:
                 layer.poison()
                 out = layer.forward(tile, x, ids.to(torch.int32) if index % 2 else ids, w)
                 torch.cuda.synchronize()

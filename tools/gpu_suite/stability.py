@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -12,9 +13,12 @@ from typing import Any
 
 import torch
 
+from tools.check_kernels import find_cuobjdump, sass_lines
 from tools.gpu_suite import bench, cases
 from tools.gpu_suite.correctness import all_cases, routing
 from tools.gpu_suite.layer import GpuLayer
+from vendored_kernels.registry import object_path
+from vendored_kernels.sm90.config import TILES, KernelConfig
 from vendored_kernels.sm90.sites import SITE_NAMES
 
 
@@ -124,12 +128,43 @@ def faults(cache_dir: Path) -> Iterator[dict[str, Any]]:
     }
 
 
+SANITIZED_CASE, SANITIZED_TILE = "odd-nvfp4", "h16"
+
+
 def sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:
-    """compute-sanitizer's tools over the small shape's correctness run."""
+    """compute-sanitizer's tools over one small case.
+
+    racecheck does not follow mbarrier phases, so it reports every hand-over from the producer warps W and T to their
+    readers through shared memory (ring entries, per-row words). Those are expected; a hazard whose writer is any other
+    warp is not.
+    """
     for tool in ("memcheck", "synccheck", "racecheck"):
         command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=kernel", "--error-exitcode", "99"]
         command += [sys.executable, "tools/run_gpu_suite.py", "correctness", "--cache", str(cache_dir)]
-        command += ["--only", "odd-nvfp4", "--routings", "masked,all-masked,none"]
+        command += ["--only", SANITIZED_CASE, "--tiles", SANITIZED_TILE, "--routings", "masked,all-masked,none"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-        lines = [line for line in done.stdout.splitlines() if "=====" in line]
-        yield {"check": tool, "exit": done.returncode, "report": lines[-30:], "ok": done.returncode == 0}
+        lines = [
+            re.sub(r"kernel_cutlass\S*_0\+", "kernel+", line) for line in done.stdout.splitlines() if "===" in line
+        ]
+        result: dict[str, Any] = {"check": tool, "exit": done.returncode, "report": lines[-80:]}
+        if tool == "racecheck":
+            writers = {
+                int(found, 16) for found in re.findall(r"Write access at kernel\+0x([0-9a-f]+)", "\n".join(lines))
+            }
+            result["writers"] = sorted(writers)
+            result["unexplained"] = sorted(writers - _producer_stores(cache_dir))
+            failed = "FAIL" in done.stdout or not result["writers"]
+            yield result | {"ok": not result["unexplained"] and not failed}
+        else:
+            yield result | {"ok": done.returncode == 0}
+
+
+def _producer_stores(cache_dir: Path) -> set[int]:
+    """Addresses of the shared stores between the two setmaxnreg instructions: the branch of W, T, R and Z."""
+    spec = next(case.spec for case in all_cases() if case.name == SANITIZED_CASE)
+    cubin = object_path(KernelConfig(spec, TILES[SANITIZED_TILE]), "sm_90a", cache_dir).with_suffix(".cubin")
+    lines, _ = sass_lines(cubin, find_cuobjdump())
+    start = next(i for i, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line)
+    stop = next(i for i, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line)
+    stores = [line for line in lines[start:stop] if " STS" in line]
+    return {int(re.match(r"\s+/\*([0-9a-f]+)\*/", line)[1], 16) for line in stores}  # type: ignore[index]

@@ -342,6 +342,7 @@ def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, lane):
         counter = ptx.lds32(entry + 20)
         if kind != END:
             cute.arch.mbarrier_wait(done + slot, slot_phase)
+        cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
         if lane == 0:
             if kind == FC1:
                 ptx.fence_proxy_async()

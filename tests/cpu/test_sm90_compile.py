@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel compiled here, without a GPU: no spill, no serialised wgmma, the memory order that its header promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.check_kernels import check_kernel, find_cuobjdump, lint_ptx
+from vendored_kernels import registry
+from vendored_kernels.compile import compile_configs
+from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+
+pytest.importorskip("cutlass", reason="compiling kernels needs nvidia-cutlass-dsl")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+CONFIG = KernelConfig(LayerSpec(256, 128, 16, 4, "nvfp4"), TILES["h8"])
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The object of one kernel, with its PTX and cubin beside it."""
+    directory = tmp_path_factory.mktemp("kernels")
+    (path,) = compile_configs("sm_90a", [CONFIG], directory, keep_intermediates=True)
+    return path
+
+
+def test_compiled_kernel_has_no_fault(compiled: Path) -> None:
+    assert check_kernel(compiled.with_suffix(".json"), find_cuobjdump()) == []
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "fence.proxy.async;",
+        "red.release.gpu.global.add.u32",
+        "ld.acquire.gpu.global.b32",
+        "ld.acquire.sys.global.b32",
+        "st.release.sys.global.b32",
+        "atom.acq_rel.gpu.global.add.u32",
+    ],
+)
+def test_compiled_kernel_without_an_order_instruction_fails_the_lint(compiled: Path, instruction: str) -> None:
+    lines = compiled.with_suffix(".ptx").read_text().splitlines()
+    assert any(instruction in line for line in lines)
+    assert lint_ptx("\n".join(line for line in lines if instruction not in line))
+
+
+def test_compiled_kernel_is_found_again_and_not_rebuilt(compiled: Path) -> None:
+    states: list[str] = []
+    compile_configs("sm_90a", [CONFIG], compiled.parent, progress=lambda _, state: states.append(state))
+    assert states == ["cached"]
+    assert compiled == registry.object_path(CONFIG, "sm_90a", compiled.parent)
