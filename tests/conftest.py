@@ -23,8 +23,8 @@ settings.load_profile("repo")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep torch from starting a thread per core in every rank and worker."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    """One torch thread a process, here and in every rank a test starts: idle ones spin, and the cores are few."""
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 def _missing(item: pytest.Item) -> str | None:

@@ -22,7 +22,7 @@ from trtllm_megamoe.cli.worker import run_under_mpirun
 from trtllm_megamoe.comm import run_threads
 from trtllm_megamoe.reference.metrics import rel_l2
 
-WATCHDOG_S = 200.0
+WATCHDOG_S = 240.0
 FORMATS = ("bf16", "fp8", "fp4")
 MODES = ("nvfp4", "bf16")
 
