@@ -15,6 +15,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from .sm90.formulas import swiglu_text
+
 _I32 = (Int32, lambda: T.i32(), "r")
 _I64 = (Int64, lambda: T.i64(), "l")
 _F32 = (Float32, lambda: T.f32(), "f")
@@ -171,38 +173,9 @@ clamp_both = _pure_op(
 )
 
 
-def f32_bits(value: float) -> str:
-    """PTX literal of an fp32 constant."""
-    import struct
-
-    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
-
-
-def _f32(value: float) -> float:
-    import struct
-
-    return struct.unpack("<f", struct.pack("<f", value))[0]
-
-
 def make_swiglu(alpha: float, beta: float):
-    """h(g, u) = g * sigmoid(alpha * g) * (u + beta), relative error below 1e-6 (absolute below 1e-35).
-
-    e^(-alpha*g) = 2^hi * (1 + lo*ln2) with hi + lo = -alpha*log2(e)*g to twice the precision, because rounding hi alone
-    costs |hi| * 4e-8 of the result. `ex2.approx` and `rcp.approx` are good to 2^-22 and 2^-23.
-    """
-    slope = -alpha * 1.4426950408889634
-    slope_hi = _f32(slope)
-    slope_lo = slope - slope_hi
-    tail = f"add.rn.f32 t, $2, {f32_bits(beta)}; mul.rn.f32 $0, e, t;}}" if beta != 0.0 else "mul.rn.f32 $0, e, $2;}"
-    text = (
-        "{.reg .f32 t, l, e; "
-        f"mul.rn.f32 t, $1, {f32_bits(slope_hi)}; neg.f32 l, t; fma.rn.f32 l, $1, {f32_bits(slope_hi)}, l; "
-        f"fma.rn.f32 l, $1, {f32_bits(slope_lo)}, l; fma.rn.f32 l, l, 0f3F317218, 0f3F800000; "
-        "min.f32 l, l, 0f40000000; "  # an infinite g makes l NaN: drop it
-        "ex2.approx.ftz.f32 e, t; mul.rn.f32 e, e, l; add.rn.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 e, e; "
-        "mul.rn.f32 e, $1, e; "
-    ) + tail
-    return _pure_op(text, "ff", "f")
+    """h(g, u) = g * sigmoid(alpha * g) * (u + beta); see `formulas.swiglu_text`."""
+    return _pure_op(swiglu_text(alpha, beta), "ff", "f")
 
 
 @dsl_user_op
