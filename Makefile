@@ -2,6 +2,7 @@
 # make bench   eight MPI ranks on a checkpoint of tests/data, one table
 # make test    ruff, mypy, pytest
 # make lint    ruff and mypy only
+# make compile-check   compile a covering set of kernels without a GPU and inspect them (make compile-all: every one)
 # All of them create .venv/ and install what they need on first use; a second run installs nothing.
 
 .DEFAULT_GOAL := help
@@ -11,6 +12,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+COMPILER := $(VENV)/.compiler
+KERNELS ?= build/kernels
 # two workers, each with whole files: a file's fixtures are built once
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -24,10 +27,10 @@ BENCH_CHECKPOINT ?= tests/data/modelopt_nvfp4_deepseek_v3
 BENCH_LAYER ?= 1
 BENCH_ARGS ?=
 
-.PHONY: help venv bench test lint clean
+.PHONY: help venv bench test lint compile-check compile-all clean
 
 help:
-	@sed -n '2,5s/^# //p' Makefile
+	@sed -n '2,6s/^# //p' Makefile
 
 venv: $(STAMP)
 
@@ -55,6 +58,20 @@ lint: $(STAMP)
 
 test: lint
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# the DSL, pinned as in vendored_kernels/registry.py, the disassembler, and a C compiler where the system has none
+$(COMPILER): $(STAMP)
+	@echo "installing the kernel compiler (once, about a minute)"
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[compile]'
+	@command -v cc >/dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check ziglang
+	@touch $@
+
+compile-check: $(COMPILER)
+	$(PY) tools/compile_check.py $(KERNELS)
+	$(PY) -m pytest tests/cpu/test_sm90_compile.py
+
+compile-all: $(COMPILER)
+	$(PY) tools/compile_check.py $(KERNELS) --all
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -180,7 +180,7 @@ def facts(device: torch.device) -> dict[str, tuple[Callable[[], Any], bool]]:
         "repeat_interleave with output_size": (lambda: ids.repeat_interleave(counts, output_size=4), False),
         "one_hot": (lambda: one_hot(ids), True),
         "one_hot with num_classes": (lambda: one_hot(ids, num_classes=4), False),
-        "torch.equal": (lambda: torch.equal(x, x), True),
+        "torch.equal": (lambda: torch.equal(x, x + 1), True),  # of a tensor with itself it answers without looking
         "isin": (lambda: torch.isin(ids, counts), False),
         "masked_fill": (lambda: x.masked_fill(mask, 0.0), False),
         "topk": (lambda: x.topk(2, dim=1), False),
