@@ -48,7 +48,11 @@ class EnvVar:
         return value
 
 
-LOG = EnvVar("TRTLLM_MEGAMOE_LOG", "WARNING", "log level of the command line: DEBUG, INFO, WARNING or ERROR")
+LOG = EnvVar(
+    "TRTLLM_MEGAMOE_LOG",
+    "WARNING",
+    "log level of the command line and, where set, of the plug-in: DEBUG, INFO, WARNING or ERROR",
+)
 CACHE_DIR = EnvVar("TRTLLM_MEGAMOE_CACHE_DIR", "", "directory of compiled kernels; unset: the user's cache directory")
 
 # Those of the TensorRT-LLM plug-in. The prefix is what makes the host hand them on to its workers.

@@ -137,8 +137,11 @@ def test_backend_unknown_constructor_argument_is_refused_unless_empty(newest: st
         "model_config": model_config(),
     }
     assert backend(**fields, situ_beta=None, init_load_balancer=False) is not None
-    with pytest.raises(MegaMoeUnavailableError, match=r"situ_beta=0.5.*doctor --host"):
+    assert backend(**fields, without_comm=True) is not None
+    with pytest.raises(MegaMoeUnavailableError, match=r"situ_beta \(float\).*doctor --host"):
         backend(**fields, situ_beta=0.5)
+    with pytest.raises(MegaMoeUnavailableError, match=r"per_expert_gain \(Tensor\)"):
+        backend(**fields, per_expert_gain=torch.ones(16))
     with pytest.raises(ValueError, match="apply_router_weight_on_input"):
         backend(**fields, apply_router_weight_on_input=True)
 
@@ -421,6 +424,7 @@ def test_tuning_pass_and_a_second_engine_leave_nothing_behind(newest: str) -> No
 
     ops = importlib.import_module("trtllm_megamoe.host.ops")
     adapter = importlib.import_module("trtllm_megamoe.host.adapter")
+    gc.collect()  # layers of earlier tests
     before = len(ops._layers)
     engines = [
         make_moe(newest, QWEN, model_config(), layer_idx=index) for index in (0, 61)

@@ -111,7 +111,8 @@ def test_life_over_eight_ranks_equals_the_oracle(
     """The wire format is set under its short name in the parent only, which no worker inherits: aliases carry it."""
     job = serve(
         tmp_path, era, 8, checkpoint=checkpoint, layers=layers, steps=UNEVEN, reload=True,
-        options={"draft_layer_quant": None}, env={"MEGAMOE_COMBINE_FORMAT": "32e4m3xe8m0"},
+        options={"draft_layer_quant": None},
+        env={"MEGAMOE_COMBINE_FORMAT": "32e4m3xe8m0", "TRTLLM_MEGAMOE_LOG": "INFO"},
     )  # fmt: skip
     assert job.exit_code == 0, job.stderr
     per_rank = [job.outputs(rank) for rank in range(8)]
@@ -128,6 +129,8 @@ def test_life_over_eight_ranks_equals_the_oracle(
         report = json.loads((job.out / f"report{rank}.json").read_text())
         assert set(report["classes"].values()) == {"TrtllmMegamoeBackend"}
         assert report["draft"] == "CutlassFusedMoE"  # the bf16 draft layer beside the NVFP4 ones
+    for rank in range(8):  # as docs/serving.md says
+        assert f"rank {rank}: layer {layers[0]}: TrtllmMegamoeBackend runs here, engine cpu" in job.stderr
     assert "MEGAMOE_CUTEDSL was asked for and refused" in job.stderr and "CutlassFusedMoE runs instead" in job.stderr
 
 
@@ -187,6 +190,6 @@ def test_moved_modules_end_the_job_before_a_model_is_built(tmp_path: Path) -> No
             plan.files[path.replace(old, "tensorrt_llm/_torch/experts/fused_moe", 1)] = plan.files.pop(path)
         plan.edit("tensorrt_llm._standin.paths", plan.moe_base, "tensorrt_llm._torch.experts.fused_moe")
 
-    job = serve(tmp_path, "D2", 2, steps=[[1, 1]], deviations=[move])
+    job = serve(tmp_path, "D2", 1, steps=[[1]], deviations=[move])
     assert job.exit_code != 0 and "they moved to a place that this plug-in does not know" in job.stderr
     assert not list(job.out.glob("rank*.safetensors"))

@@ -245,7 +245,9 @@ def make_backend_class(api: HostApi, settings: HostSettings) -> type:
     """The backend class of this host. Called once per process."""
     contract = api.module("impl_contract")
     quant_method = type(
-        "MegaMoeQuantMethod", (QuantMethodLogic, api.get("quantization", "FusedMoEMethodBase")), {"__doc__": None}
+        "MegaMoeQuantMethod",
+        (QuantMethodLogic, api.get("quantization", "FusedMoEMethodBase")),
+        {"quantizes_nvfp4_activations": settings.activations != "bf16"},
     )
 
     def can_implement(cls: type, p: Any, d: Any) -> Any:
@@ -327,11 +329,18 @@ def _understood(kwargs: dict[str, Any], names: frozenset[str]) -> dict[str, Any]
     Raises:
         MegaMoeUnavailableError: An argument with a value has no place; guessing what it means would be wrong results.
     """
-    lost = {name: value for name, value in kwargs.items() if name not in names and value not in (None, False)}
+    lost = [name for name, value in kwargs.items() if name not in names and not _says_nothing(name, value)]
     if lost:
-        listed = ", ".join(f"{name}={value!r}" for name, value in lost.items())
+        listed = ", ".join(f"{name} ({type(kwargs[name]).__name__})" for name in lost)
         raise MegaMoeUnavailableError(
             f"the host builds {CLASS_NAME} with arguments this plug-in does not know: {listed}; "
             "run: python -m trtllm_megamoe doctor --host"
         )
     return {name: value for name, value in kwargs.items() if name in names}
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Unset, or a way of saying what is the case anyway: the launch communicates itself, SwiGLU by its name."""
+    if value is None or value is False or name == "without_comm":
+        return True
+    return name == "activation" and isinstance(value, str) and value.lower() in ("swiglu", "silu")

@@ -169,8 +169,6 @@ def slots_of_expert(assignments: Sequence[int] | None, num_experts: int) -> dict
 class QuantMethodLogic:
     """The host's quantisation method; stateless, all state is the module's `megamoe_weights`."""
 
-    quantizes_nvfp4_activations = True
-
     def create_weights(self, module: Any, *_: Any, **__: Any) -> None:
         """Construct the layer (collective) and register the host's four source parameters as 0-element placeholders."""
         layer = module.build_layer()

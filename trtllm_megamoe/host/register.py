@@ -11,10 +11,12 @@ import functools
 import importlib
 import importlib.metadata
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import trtllm_megamoe
+from trtllm_megamoe import envs
 from trtllm_megamoe.buckets import RUNGS
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import CombineFormat
@@ -51,6 +53,7 @@ def register() -> Registration:
     """
     global _registration
     if _registration is None:
+        _configure_logging()
         adopt_aliases()
         settings = HostSettings.from_environment()
         api = detect()  # importing the host's modules here makes the import hook register meanwhile
@@ -153,6 +156,16 @@ def _agree(
         f"backend of {where}": f"{chosen}{f' ({why})' if why else ''}",
     }
     handshake(facts, ep_communicator(mapping, settings.timeout_s), settings.timeout_s)
+
+
+def _configure_logging() -> None:
+    """Let the plug-in speak where the user set TRTLLM_MEGAMOE_LOG; otherwise logging is the host's business alone."""
+    if envs.LOG.name not in os.environ:
+        return
+    root = logging.getLogger(trtllm_megamoe.__name__)
+    root.setLevel(envs.log_level())
+    if not root.hasHandlers():
+        root.addHandler(logging.StreamHandler())
 
 
 def _dsl_version() -> str:
