@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -263,20 +263,23 @@ def test_checkpoint_absent_parts_are_each_refused(tmp_path: Path) -> None:
     assert "hidden_size=40 is not a multiple of 16" in refusal(tmp_path)
 
 
-def test_checkpoint_read_ahead_is_bounded_and_ends_with_its_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_reading_is_lazy_and_closes_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path, spell(small_layer(), "model.layers.0.mlp.experts.", hf=True), CONFIG)
     read: list[str] = []
     original = SafetensorsFile.read
 
-    def spy(self: SafetensorsFile, name: str) -> torch.Tensor:
+    def spy(self: SafetensorsFile, name: str, descriptor: int) -> torch.Tensor:
         read.append(name)
-        return original(self, name)
+        return original(self, name, descriptor)
 
     monkeypatch.setattr(SafetensorsFile, "read", spy)
-    stream = Checkpoint.open(path).iter_layer(0, readers=2)
+    checkpoint = Checkpoint.open(path)
+
+    def open_files() -> list[str]:
+        return [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+
+    stream = checkpoint.iter_layer(0)
     next(stream)
+    assert len(read) == 1
     stream.close()
-    assert 1 <= len(read) <= 5  # the one taken and two a reader
-    assert not any(thread.name.startswith("megamoe-read") for thread in threading.enumerate())
+    assert len(read) == 1 and not any("model.safetensors" in name for name in open_files())

@@ -199,9 +199,9 @@ def test_checkpoint_verify_reads_no_codes_and_one_tensor_at_a_time(monkeypatch: 
     read: list[str] = []
     original = safetensors_file.SafetensorsFile.read
 
-    def spy(self: safetensors_file.SafetensorsFile, name: str) -> torch.Tensor:
+    def spy(self: safetensors_file.SafetensorsFile, name: str, descriptor: int) -> torch.Tensor:
         read.append(name)
-        return original(self, name)
+        return original(self, name, descriptor)
 
     monkeypatch.setattr(safetensors_file.SafetensorsFile, "read", spy)
     progress: list[int] = []

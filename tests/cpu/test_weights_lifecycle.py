@@ -32,6 +32,7 @@ from trtllm_megamoe.errors import (
     MegaMoeWeightError,
 )
 from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.weights import host_memory
 from trtllm_megamoe.weights.delivery import DeliveryOrder, MixLedger
 from trtllm_megamoe.weights.host_memory import available_host_bytes
 from trtllm_megamoe.weights.layout_base import Buffers, ExpertBulk
@@ -592,6 +593,28 @@ def test_weights_host_memory_is_the_smaller_of_machine_and_control_group(tmp_pat
     (group / "memory.max").write_text("60000\n")
     assert available_host_bytes(tmp_path) == 60000 - 50000 + 10000
     assert (available_host_bytes() or 0) > 0
+
+
+def test_weights_pages_are_reused_only_after_their_tensor_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = host_memory.PageCache()
+    monkeypatch.setattr(host_memory, "PAGES", cache)
+    cache.limit_bytes = 2 << 20
+    first = host_memory.host_bytes((1 << 20,))
+    view = first[5:].view(-1, 3)
+    address = first.data_ptr()
+    del first
+    second = host_memory.host_bytes((1 << 20,))
+    assert second.data_ptr() != address  # a view still lives
+    del view
+    third = host_memory.host_bytes((1 << 20,))
+    assert third.data_ptr() == address
+    fourth, fifth = (host_memory.host_bytes((1 << 20,)) for _ in range(2))
+    for tensor in (second, third, fourth, fifth):
+        tensor.fill_(7)
+    del second, third, fourth, fifth, tensor
+    assert cache._held_bytes == cache.limit_bytes  # the rest went to the system
+    cache.close()
+    assert cache._held_bytes == 0 and host_memory.host_bytes((0, 3)).shape == (0, 3)
 
 
 # ---- states and EPLB -------------------------------------------------------------------------------------------------

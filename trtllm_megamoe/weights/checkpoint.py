@@ -8,9 +8,8 @@ Callers: the CLI, the layer's users, the audit. Judging what the tensors contain
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +51,8 @@ class StoredTensor(NamedTuple):
 
     def read(self) -> torch.Tensor:
         """The tensor in fresh CPU memory."""
-        return self.file.read(self.name)
+        with self.file.descriptor() as descriptor:
+            return self.file.read(self.name, descriptor)
 
 
 @dataclass(slots=True)
@@ -173,16 +173,13 @@ class Checkpoint:
             if wanted is None or key.expert in wanted or key.family is AuxFamily.FC1_INPUT
         ]
 
-    def iter_layer(
-        self, layer: int, experts: Iterable[int] | None = None, *, readers: int = 4
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_layer(self, layer: int, experts: Iterable[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Read one layer's routed experts lazily, expert by expert.
 
         Args:
             layer: model layer.
             experts: global ids to read; None reads all. Gate and up `input_scale` of every expert come in any case,
                 because a1 is their maximum over all experts (R27).
-            readers: threads that read ahead, by two tensors each at most.
 
         Yields:
             (name as in the file, tensor in fresh CPU memory).
@@ -190,7 +187,13 @@ class Checkpoint:
         Raises:
             MegaMoeWeightError: no such layer, an unknown dialect, or a file that shrank meanwhile.
         """
-        yield from _read_ahead(self.layer_tensors(layer, experts), readers)
+        with ExitStack() as stack:
+            descriptors: dict[Path, int] = {}
+            for stored in self.layer_tensors(layer, experts):
+                path = stored.file.path
+                if path not in descriptors:
+                    descriptors[path] = stack.enter_context(stored.file.descriptor())
+                yield stored.name, stored.file.read(stored.name, descriptors[path])
 
     def _require_dialect(self, layer: int) -> None:
         contents = self.contents[layer]
@@ -209,27 +212,6 @@ class Checkpoint:
             f"{contents.unknown[0]!r}, first missing {missing or 'none'}; supported: ModelOpt NVFP4 and "
             "compressed-tensors nvfp4-pack-quantized, one tensor per expert and projection"
         )
-
-
-def _read_ahead(tensors: list[StoredTensor], readers: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read in order, a few tensors ahead in threads: page faults of fresh memory cost more than the copy."""
-    pending: deque[tuple[str, Future[torch.Tensor]]] = deque()
-
-    def take() -> tuple[str, torch.Tensor]:
-        name, future = pending.popleft()
-        return name, future.result()
-
-    with ThreadPoolExecutor(readers, thread_name_prefix="megamoe-read") as pool:
-        try:
-            for stored in tensors:
-                if len(pending) == 2 * readers:
-                    yield take()
-                pending.append((stored.name, pool.submit(stored.read)))
-            while pending:
-                yield take()
-        finally:
-            for _, future in pending:
-                future.cancel()
 
 
 def _describe_dialect(unknown: list[str]) -> str:

@@ -20,7 +20,7 @@ import torch
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeUnavailableError, MegaMoeWeightError
 from trtllm_megamoe.weights.delivery import DeliveryOrder, MixLedger, staging_peak
 from trtllm_megamoe.weights.faults import FaultKind, FaultLog, id_ranges
-from trtllm_megamoe.weights.host_memory import available_host_bytes, return_freed_memory
+from trtllm_megamoe.weights.host_memory import PAGES, available_host_bytes, return_freed_memory
 from trtllm_megamoe.weights.spec import AuxFamily, parse_name
 from trtllm_megamoe.weights.spill import SpillFile
 from trtllm_megamoe.weights.staging import NamedTensors, iter_named
@@ -104,6 +104,10 @@ class WeightLoader:
             if spill is not None:
                 spill.close()
             raise
+        # Pages of one layer are kept from layer to layer, unless packing fills host memory at the same time.
+        stores = [self.stores[layer] for layer in chosen]
+        if all(store.device.type != "cpu" or store.layout.name == "reference" for store in stores):
+            PAGES.limit_bytes = max((store.spec.source_bytes for store in stores), default=0)
         self._window = LoadWindow(self, chosen, order, spill)
         return self._window
 
@@ -126,6 +130,7 @@ class WeightLoader:
         else:
             self._mix.succeeded(new)
         self._end_stores(window.layers)
+        PAGES.close()
         if window.spill is not None:
             window.spill.close()
         if not self._mix.layers:

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +50,7 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """Header of one file. Opening reads the header only; `read` opens the file for each call and keeps no handle."""
+    """Header of one file. Opening reads the header only and keeps no handle."""
 
     def __init__(self, path: Path) -> None:
         """Read and check the header.
@@ -101,21 +103,33 @@ class SafetensorsFile:
         """torch dtype of a tensor; None for a format dtype that torch lacks."""
         return _DTYPES.get(self.entries[name].dtype)
 
-    def read(self, name: str) -> torch.Tensor:
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """An open descriptor for :meth:`read`, closed at the end.
+
+        Raises:
+            MegaMoeWeightError: the file cannot be opened any more.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as err:
+            raise self._fault(f"cannot be read: {err.strerror}") from None
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, descriptor: int) -> torch.Tensor:
         """Read one tensor into fresh CPU memory.
 
         Raises:
-            MegaMoeWeightError: the file shrank since it was opened, or the dtype is unknown.
+            MegaMoeWeightError: the file shrank since its header was read, or the dtype is unknown.
         """
         entry = self.entries[name]
         dtype = self.dtype(name)
         if dtype is None:
             raise self._fault(f"tensor {name} has dtype {entry.dtype}, which cannot be read")
         data = host_bytes((entry.nbytes,))
-        descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            if not read_into(descriptor, data, entry.offset):
-                raise self._fault(f"truncated while reading {name}")
-        finally:
-            os.close(descriptor)
+        if not read_into(descriptor, data, entry.offset):
+            raise self._fault(f"truncated while reading {name}")
         return data.view(dtype).reshape(entry.shape)
