@@ -600,7 +600,7 @@ def test_weights_pages_are_reused_only_after_their_tensor_died(monkeypatch: pyte
     monkeypatch.setattr(host_memory, "PAGES", cache)
     cache.limit_bytes = 2 << 20
     first = host_memory.host_bytes((1 << 20,))
-    view = first[5:].view(-1, 3)
+    view = first[4:].view(-1, 3)
     address = first.data_ptr()
     del first
     second = host_memory.host_bytes((1 << 20,))
