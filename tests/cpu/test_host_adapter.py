@@ -86,6 +86,25 @@ def test_backend_results_equal_the_oracle_in_every_era(base: str) -> None:
     moe.backend.shutdown()
 
 
+def test_backend_does_not_need_the_bases_weight_hooks(tmp_path: Path) -> None:
+    """Some texts of era C leave them abstract in `MoE`."""
+    head = "class MoE(MoEExecutionContractMixin, MoEWeightOwnerMixin, MoEEplbWeightLayoutMixin, nn.Module):\n"
+    abstract = "".join(
+        f"    def {name}(self{more}): raise NotImplementedError\n"
+        for name, more in (("create_weights", ""), ("load_weights", ", weights, allow_partial_loading=False"),
+                           ("transform_weights", ""), ("cache_derived_state", ""), ("post_load_weights", ""),
+                           ("process_weights_after_loading", ""), ("pre_reload_weights", ""))
+    )  # fmt: skip
+    with installed_host(
+        tmp_path, "C", lambda plan: plan.edit(f"{plan.moe_base}.interface", head, head + abstract)
+    ) as name:
+        importlib.import_module("trtllm_megamoe.host")
+        moe = make_moe(name, QWEN, model_config())
+        load(moe.backend, QWEN)
+        rows = slice(0, 2)
+        assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows)) < REL_L2
+
+
 def test_backend_settings_reach_the_layer(newest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_MEGAMOE_ACTIVATIONS", "bf16")
     monkeypatch.setenv("MEGAMOE_COMBINE_FORMAT", "32e4m3xe8m0")

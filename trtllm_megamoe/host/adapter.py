@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ class BackendLogic:
     num_experts: int
     num_slots: int
     initial_global_assignments: Any
+    weight_loading_mode: Any
+    _get_quant_method: Callable[[], Any]
     # ours
     megamoe_settings: HostSettings
     megamoe_layer: MegaMoELayer | None
@@ -106,7 +109,38 @@ class BackendLogic:
         """How messages name this layer."""
         return f"rank {self.mapping.rank}: layer {self.layer_idx}"
 
-    # ---- weights
+    # ---- weights: defined here, because eras disagree on which of these their base classes implement
+
+    def create_weights(self) -> None:
+        """Construct the layer, once the wrapper has synchronised its state. Collective, idempotent."""
+        if self.megamoe_weights is None:
+            self.quant_method = self._get_quant_method()
+            self.quant_method.create_weights(self)
+            self._weights_created = True
+
+    def load_weights(self, weights: list[dict[str, torch.Tensor]], allow_partial_loading: bool = False) -> None:
+        """See `QuantMethodLogic.load_weights`; the host gives a list of one mapping."""
+        self.quant_method.load_weights(self, weights, self.weight_loading_mode, allow_partial_loading)
+
+    def process_weights_after_loading(self) -> None:
+        """See `QuantMethodLogic`."""
+        self.quant_method.process_weights_after_loading(self)
+
+    def transform_weights(self) -> None:
+        """See `QuantMethodLogic`."""
+        self.quant_method.transform_weights(self)
+
+    def cache_derived_state(self) -> None:
+        """See `QuantMethodLogic`."""
+        self.quant_method.cache_derived_state(self)
+
+    def post_load_weights(self) -> None:
+        """See `QuantMethodLogic`."""
+        self.quant_method.post_load_weights(self)
+
+    def pre_reload_weights(self) -> None:
+        """See `QuantMethodLogic`."""
+        self.quant_method.pre_reload_weights(self)
 
     def build_layer(self) -> MegaMoELayer:
         """Construct the layer from what the host has synchronised by now. Collective."""

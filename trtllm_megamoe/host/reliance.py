@@ -76,9 +76,6 @@ COMMON = (
     )),
     Relied("interface", "MoESchedulerKind", "members", ("FUSED_COMM",)),
     Relied("interface", "MoEWeightLoadingMode", "members", ("VANILLA",)),
-    Relied("impl_blocks", "MoEWeightOwnerMixin.create_weights", "called"),
-    Relied("impl_blocks", "MoEWeightOwnerMixin.load_weights", "overridden", ("weights", "allow_partial_loading")),
-    Relied("impl_blocks", "MoEExecutionContractMixin.validate_configurable_moe", "overridden", ("moe",)),
     Relied("quantization", "FusedMoEMethodBase", "members", ("load_weights", "transform_weights")),
     Relied("moe_resolution", "IMPL_PRIORITY", "members"),
     Relied("moe_resolution", "BACKEND_FAMILY", "members"),
@@ -99,6 +96,9 @@ OVER_MOE = (
     Relied("interface", "MoE.can_implement", "overridden", ("p", "d")),
     Relied("interface", "MoE.quantize_input", "overridden", ("x",)),
     Relied("interface", "MoE.run_moe", "overridden", ("ctx", "workspace")),
+    Relied("interface", "MoE.create_weights", "overridden"),
+    Relied("interface", "MoE.load_weights", "overridden", ("weights", "allow_partial_loading")),
+    Relied("interface", "MoE.validate_configurable_moe", "overridden", ("moe",)),
 )
 
 OVER_IMPL_BASE = (
@@ -107,6 +107,9 @@ OVER_IMPL_BASE = (
     Relied("impl_base", "MoEImplBase.can_implement", "overridden", ("p", "d")),
     Relied("impl_base", "MoEImplBase.quantize_input", "overridden", ("x",)),
     Relied("impl_base", "MoEImplBase.run_moe", "overridden", ("ctx", "workspace")),
+    Relied("impl_base", "MoEImplBase.create_weights", "overridden"),
+    Relied("impl_base", "MoEImplBase.load_weights", "overridden", ("weights", "allow_partial_loading")),
+    Relied("impl_base", "MoEImplBase.validate_configurable_moe", "overridden", ("moe",)),
     Relied("impl_identity", "MoEImplId", "members", ("provider", "technique", "kernel_name", "quant")),
     Relied("impl_identity", "MoEImplDescriptor", "members", ("identity", "scheduler_kind", "capabilities", "doc")),
     Relied("impl_identity", "register_moe_impl", "called", ("cls",)),
