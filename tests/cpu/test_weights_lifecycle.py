@@ -1,82 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load windows over stores: reload, atomic replacement, scale families, aux tails, placeholders, refusals."""
+"""Load windows over stores: reload, coverage, atomic replacement, placeholders, states, migration."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.helpers.weight_models import (
+    LAYER,
     LAYERS,
     SHAPE,
     SPEC,
-    Named,
-    expected_store,
+    aux_of,
+    bulk_of,
     full_name,
-    key_of,
-    layer_of,
     layer_tensors,
+    load_all,
+    make_loader,
+    make_store,
     model_tensors,
+    only,
     same,
     store_bytes,
+    whole,
+    without,
 )
 from trtllm_megamoe.errors import (
     MegaMoeConfigError,
     MegaMoeStateError,
-    MegaMoeUnavailableError,
     MegaMoeWeightError,
 )
-from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.weights import host_memory
-from trtllm_megamoe.weights.delivery import DeliveryOrder, MixLedger
-from trtllm_megamoe.weights.host_memory import available_host_bytes
+from trtllm_megamoe.weights.delivery import MixLedger
 from trtllm_megamoe.weights.layout_base import Buffers, ExpertBulk
 from trtllm_megamoe.weights.layouts import LAYOUTS
 from trtllm_megamoe.weights.loader import WeightLoader, load_one
 from trtllm_megamoe.weights.staging import ExpertStaging
 from trtllm_megamoe.weights.store import StoreState, WeightStore
-
-LAYER = 3
-
-
-def make_store(layout: str = "reference", **options: object) -> WeightStore:
-    return WeightStore(SPEC, layout=layout, **options)  # type: ignore[arg-type]
-
-
-def make_loader(layout: str = "reference", **options: object) -> WeightLoader:
-    stores = {layer: WeightStore(SPEC, layout=layout, layer=layer) for layer in LAYERS}
-    return WeightLoader(stores, **options)  # type: ignore[arg-type]
-
-
-def load_all(loader: WeightLoader, tensors: Named, **options: object) -> None:
-    with loader.open(**options) as window:  # type: ignore[arg-type]
-        window.deliver(tensors)
-
-
-def whole(layer: int, model: str, layout: str = "reference") -> Named:
-    return expected_store(layer, layout, bulk=model, scales=model, fc1_input=model)
-
-
-def without(tensors: Named, *parts: str) -> Named:
-    return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)}
-
-
-def only(tensors: Named, *parts: str) -> Named:
-    return {name: tensor for name, tensor in tensors.items() if any(part in name for part in parts)}
-
-
-def bulk_of(tensors: Named) -> Named:
-    return {name: tensor for name, tensor in tensors.items() if key_of(name).family is None}
-
-
-def aux_of(tensors: Named) -> Named:
-    return {name: tensor for name, tensor in tensors.items() if key_of(name).family is not None}
-
 
 # ---- equality with the one-shot load ---------------------------------------------------------------------------------
 
@@ -378,243 +341,6 @@ def test_weights_interrupt_is_not_swallowed_and_leaves_a_clean_state() -> None:
     assert loader.stores[3].state is StoreState.HELD and loader.stores[5].state is StoreState.EMPTY
     load_all(loader, model_tensors("A"))
     assert_contents(loader, n3="A", n5="A", n8="A")
-
-
-# ---- scale families and aux tails ------------------------------------------------------------------------------------
-
-
-def test_weights_only_reload_keeps_the_scales() -> None:
-    store = make_store()
-    load_one(store, layer_tensors("A", LAYER))
-    load_one(store, bulk_of(layer_tensors("B", LAYER)))
-    assert same(store_bytes(store), expected_store(LAYER, "reference", bulk="B", scales="A", fc1_input="A"))
-
-
-def test_weights_only_reload_that_says_so_commits_early_and_takes_a_late_aux_tail() -> None:
-    store = make_store()
-    load_one(store, layer_tensors("A", LAYER))
-    commits: list[str] = []
-    store.on_commit(lambda s: commits.append(s.state.value))
-    with WeightLoader({0: store}).open(families=()) as window:
-        window.deliver(bulk_of(layer_tensors("B", LAYER)))
-        assert len(commits) == 1
-        packed = {name: tensor.clone() for name, tensor in store.packed.items()}
-        window.deliver(aux_of(layer_tensors("B", LAYER)))
-    assert same(packed, store.packed) and len(commits) >= 2
-    assert same(store_bytes(store), whole(LAYER, "B"))
-
-
-def test_weights_aux_alone_is_no_reload_of_a_module() -> None:
-    store = make_store()
-    load_one(store, layer_tensors("A", LAYER))
-    with pytest.raises(MegaMoeWeightError, match=r"missing: w1\.weight of experts 1-2"):
-        load_one(store, aux_of(layer_tensors("B", LAYER)))
-    assert same(store_bytes(store), whole(LAYER, "A"))
-
-
-def test_weights_reload_may_omit_fc1_input_scales_as_a_family() -> None:
-    store = make_store()
-    load_one(store, layer_tensors("A", LAYER))
-    load_one(store, without(layer_tensors("B", LAYER), "w1.input_scale", "w3.input_scale"))
-    assert same(store_bytes(store), expected_store(LAYER, "reference", bulk="B", scales="B", fc1_input="A"))
-
-
-@pytest.mark.parametrize(
-    ("dropped", "message"),
-    [
-        (("weight_scale_2",), "weight_scale_2 (input_scale was delivered without it"),
-        (("w2.input_scale",), "w2.input_scale (weight_scale_2 was delivered without it"),
-        (("input_scale",), "w2.input_scale (weight_scale_2 was delivered without it"),
-        (("2.w3.weight_scale_2",), "incomplete family: w3.weight_scale_2 of expert 2"),
-        (("1.w2.input_scale",), "incomplete family: w2.input_scale of expert 1"),
-        (("0.w1.input_scale",), "incomplete family: w1.input_scale of expert 0"),
-    ],
-)
-def test_weights_reload_with_half_a_scale_family_is_refused(dropped: tuple[str, ...], message: str) -> None:
-    store = make_store()
-    load_one(store, layer_tensors("A", LAYER))
-    with pytest.raises(MegaMoeWeightError) as caught:
-        load_one(store, without(layer_tensors("B", LAYER), *dropped))
-    assert message in str(caught.value)
-    assert same(store_bytes(store), whole(LAYER, "A"))
-
-
-def test_weights_partial_aux_tail_is_refused_and_changes_nothing() -> None:
-    store = make_store()
-    load_one(store, layer_tensors("A", LAYER))
-    with (
-        pytest.raises(MegaMoeWeightError, match=r"incomplete family: w3.weight_scale_2 of experts 1-2"),
-        WeightLoader({0: store}).open() as window,
-    ):
-        window.deliver(layer_tensors("B", LAYER))
-        window.deliver(only(layer_tensors("C", LAYER), "w1.weight_scale_2"))
-    assert same(store_bytes(store), whole(LAYER, "B"))
-
-
-def test_weights_aux_tail_after_eager_finalize_refreshes_scales_only() -> None:
-    store = make_store()
-    with WeightLoader({0: store}).open() as window:
-        window.deliver(layer_tensors("A", LAYER))
-        assert store.state is StoreState.COMMITTED
-        window.deliver(aux_of(layer_tensors("B", LAYER)))
-    assert same(store_bytes(store), expected_store(LAYER, "reference", bulk="A", scales="B", fc1_input="B"))
-
-
-def test_weights_bulk_after_the_commit_is_too_late() -> None:
-    store = make_store()
-    with (
-        pytest.raises(MegaMoeWeightError, match=r"too late: w1\.weight of expert 2"),
-        WeightLoader({0: store}).open() as window,
-    ):
-        window.deliver(layer_tensors("A", LAYER))
-        window.deliver({"2.w1.weight": layer_tensors("B", LAYER)["2.w1.weight"]})
-    assert same(store_bytes(store), whole(LAYER, "A"))
-    with pytest.raises(MegaMoeStateError, match="held"):
-        store.require_ready()
-
-
-def test_weights_duplicates_before_the_commit_let_the_last_win() -> None:
-    store = make_store()
-    with WeightLoader({0: store}).open() as window:
-        window.deliver({"2.w1.weight": layer_tensors("B", LAYER)["2.w1.weight"]})
-        window.deliver(layer_tensors("A", LAYER))
-    assert same(store_bytes(store), whole(LAYER, "A"))
-
-
-# ---- activation mode -------------------------------------------------------------------------------------------------
-
-
-def test_weights_weight_only_checkpoint_is_refused_in_nvfp4_mode_with_advice() -> None:
-    bare = without(layer_tensors("A", LAYER), "input_scale")
-    with pytest.raises(MegaMoeWeightError, match=r"use activations='bf16'"):
-        load_one(make_store(mode=ActivationMode.NVFP4), bare)
-    for mode in (None, ActivationMode.BF16):
-        store = make_store(mode=mode)
-        load_one(store, bare)
-        assert store.activation_mode is ActivationMode.BF16
-        assert same(
-            store_bytes(store),
-            expected_store(LAYER, "reference", bulk="A", scales="A", fc1_input=None, fc2_input=False),
-        )
-    with pytest.raises(MegaMoeWeightError, match="first loaded without it; build a new layer"):
-        load_one(store, layer_tensors("A", LAYER))
-
-
-def test_weights_weight_only_reload_of_a_static_layer_is_refused() -> None:
-    store = make_store()
-    load_one(store, layer_tensors("A", LAYER))
-    with pytest.raises(MegaMoeWeightError, match="alphas derive from both"):
-        load_one(store, without(layer_tensors("B", LAYER), "input_scale"))
-
-
-# ---- orders and host memory ------------------------------------------------------------------------------------------
-
-
-def suffix_order(tensors: Named) -> Named:
-    return dict(sorted(tensors.items(), key=lambda item: (key_of(item[0]).parameter, layer_of(item[0]))))
-
-
-def test_weights_reload_without_host_memory_is_refused_before_anything_changes() -> None:
-    room = [10**9]
-    loader = make_loader(available_bytes=lambda: room[0])
-    load_all(loader, model_tensors("A"))
-    room[0] = 2 * SPEC.source_bytes
-    with pytest.raises(MegaMoeUnavailableError) as caught:
-        loader.open()
-    text = str(caught.value)
-    assert str(3 * SPEC.source_bytes) in text and str(room[0]) in text
-    assert f"order='layer'), which needs {SPEC.source_bytes} bytes" in text
-    for store in loader.stores.values():
-        store.require_ready()
-    # The same room is enough when the order is promised, or known by name to need no more.
-    load_all(loader, model_tensors("B"), order="layer")
-    load_all(loader, model_tensors("A"), names=list(model_tensors("A")))
-    assert_contents(loader, n3="A", n5="A", n8="A")
-    with pytest.raises(MegaMoeUnavailableError):
-        loader.open(names=list(suffix_order(model_tensors("B"))))
-
-
-@pytest.mark.parametrize("arrange", [lambda t: t, suffix_order, lambda t: dict(reversed(t.items()))])
-def test_weights_computed_staging_need_is_exact(arrange: Callable[[Named], Named]) -> None:
-    loader = make_loader()
-    tensors = arrange(model_tensors("A"))
-    loader._available_bytes = lambda: 10**15
-    peak = 0
-    with loader.open(names=list(tensors)) as window:
-        for name, tensor in tensors.items():
-            # A tensor is held for a moment before its module commits; ask right before the commit frees it.
-            before = sum(store.staged_bytes for store in loader.stores.values())
-            local = key_of(name).family is None and key_of(name).expert in SPEC.local_experts
-            peak = max(peak, before + (tensor.nbytes if local else 0))
-            window.deliver({name: tensor})
-    loader._available_bytes = lambda: peak
-    loader.open(names=list(tensors)).abort("only the check was wanted")
-    loader._available_bytes = lambda: peak - 1
-    with pytest.raises(MegaMoeUnavailableError):
-        loader.open(names=list(tensors))
-
-
-def test_weights_layer_order_decides_each_layer_when_the_next_begins() -> None:
-    loader = make_loader()
-    load_all(loader, model_tensors("A"))
-    with loader.open(order=DeliveryOrder.LAYER) as window:
-        window.deliver(bulk_of(model_tensors("B", (3,))))
-        assert loader.stores[3].state is StoreState.LOADING  # its scales may still come
-        window.deliver(dict([next(iter(bulk_of(model_tensors("B", (5,))).items()))]))
-        assert loader.stores[3].state is StoreState.COMMITTED
-        window.deliver(model_tensors("B", (5,)))
-        window.deliver(model_tensors("B", (8,)))
-    assert same(store_bytes(loader.stores[3]), expected_store(3, "reference", bulk="B", scales="A", fc1_input="A"))
-
-
-def test_weights_layer_order_that_is_not_kept_is_an_error_and_stays_bounded() -> None:
-    loader = make_loader()
-    tensors = suffix_order(model_tensors("A"))
-    window = loader.open(order=DeliveryOrder.LAYER)
-    for name, tensor in tensors.items():
-        window.deliver({name: tensor})
-        assert sum(store.staged_bytes for store in loader.stores.values()) <= SPEC.source_bytes
-    with pytest.raises(MegaMoeWeightError, match=r"too late: .*order='layer' was promised"):
-        window.close()
-    assert all(store.state is StoreState.EMPTY for store in loader.stores.values())
-
-
-def test_weights_host_memory_is_the_smaller_of_machine_and_control_group(tmp_path: Path) -> None:
-    assert available_host_bytes(tmp_path) is None
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   64 kB\n")
-    assert available_host_bytes(tmp_path) == 64 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.current").write_text("50000\n")
-    (group / "memory.stat").write_text("anon 1\ninactive_file 10000\n")
-    (group / "memory.max").write_text("max\n")
-    assert available_host_bytes(tmp_path) == 64 * 1024
-    (group / "memory.max").write_text("60000\n")
-    assert available_host_bytes(tmp_path) == 60000 - 50000 + 10000
-    assert (available_host_bytes() or 0) > 0
-
-
-def test_weights_pages_are_reused_only_after_their_tensor_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = host_memory.PageCache()
-    monkeypatch.setattr(host_memory, "PAGES", cache)
-    cache.limit_bytes = 2 << 20
-    first = host_memory.host_bytes((1 << 20,))
-    view = first[4:].view(-1, 3)
-    address = first.data_ptr()
-    del first
-    second = host_memory.host_bytes((1 << 20,))
-    assert second.data_ptr() != address  # a view still lives
-    del view
-    third = host_memory.host_bytes((1 << 20,))
-    assert third.data_ptr() == address
-    fourth, fifth = (host_memory.host_bytes((1 << 20,)) for _ in range(2))
-    for tensor in (second, third, fourth, fifth):
-        tensor.fill_(7)
-    del second, third, fourth, fifth, tensor
-    assert cache._held_bytes == cache.limit_bytes  # the rest went to the system
-    cache.close()
-    assert cache._held_bytes == 0 and host_memory.host_bytes((0, 3)).shape == (0, 3)
 
 
 # ---- states and EPLB -------------------------------------------------------------------------------------------------

@@ -14,12 +14,14 @@ from tests.helpers.synthetic import make_layer_tensors, seeded
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.weights.build import build_expert_weights
 from trtllm_megamoe.weights.layouts import pack_weights
+from trtllm_megamoe.weights.loader import WeightLoader
 from trtllm_megamoe.weights.spec import LayerShape, ModuleSpec, TensorKey, parse_name
 from trtllm_megamoe.weights.store import WeightStore
 
 SHAPE = LayerShape(hidden_size=32, intermediate_size=16, num_experts=4, top_k=2)
 SPEC = ModuleSpec(SHAPE, first_expert=1, num_local_experts=2)
 LAYERS = (3, 5, 8)
+LAYER = 3
 Named = dict[str, torch.Tensor]
 
 
@@ -109,3 +111,50 @@ def same(left: Named, right: Named) -> bool:
     return left.keys() == right.keys() and all(
         torch.equal(left[n].reshape(-1).view(torch.uint8), right[n].reshape(-1).view(torch.uint8)) for n in left
     )
+
+
+def make_store(layout: str = "reference", **options: object) -> WeightStore:
+    """A store that takes names of any one layer."""
+    return WeightStore(SPEC, layout=layout, **options)  # type: ignore[arg-type]
+
+
+def make_loader(layout: str = "reference", **options: object) -> WeightLoader:
+    """Stores of all layers under one loader."""
+    stores = {layer: WeightStore(SPEC, layout=layout, layer=layer) for layer in LAYERS}
+    return WeightLoader(stores, **options)  # type: ignore[arg-type]
+
+
+def load_all(loader: WeightLoader, tensors: Named, **options: object) -> None:
+    """One window from begin to end."""
+    with loader.open(**options) as window:  # type: ignore[arg-type]
+        window.deliver(tensors)
+
+
+def whole(layer: int, model: str, layout: str = "reference") -> Named:
+    """A store after a load of everything of one model."""
+    return expected_store(layer, layout, bulk=model, scales=model, fc1_input=model)
+
+
+def without(tensors: Named, *parts: str) -> Named:
+    """All tensors but those whose name contains a part."""
+    return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)}
+
+
+def only(tensors: Named, *parts: str) -> Named:
+    """Only the tensors whose name contains a part."""
+    return {name: tensor for name, tensor in tensors.items() if any(part in name for part in parts)}
+
+
+def bulk_of(tensors: Named) -> Named:
+    """Codes and block scales."""
+    return {name: tensor for name, tensor in tensors.items() if key_of(name).family is None}
+
+
+def aux_of(tensors: Named) -> Named:
+    """Scalars."""
+    return {name: tensor for name, tensor in tensors.items() if key_of(name).family is not None}
+
+
+def suffix_order(tensors: Named) -> Named:
+    """All layers of one tensor kind, then the next kind."""
+    return dict(sorted(tensors.items(), key=lambda item: (key_of(item[0]).parameter, layer_of(item[0]))))
