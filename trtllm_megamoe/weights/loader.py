@@ -258,7 +258,9 @@ class LoadWindow:
             self._current = layer
         self._loader.stores[layer].stage(parsed.key, tensor, parsed.reciprocal, hand_over=hand_over)
         self._commit(layer, final=False)
-        self._since_trim += tensor.nbytes if tensor.device.type == "cpu" else 0
+        if hand_over or tensor.device.type != "cpu":
+            return  # leaves nothing of the caller's in the heap
+        self._since_trim += tensor.nbytes
         if self._since_trim * _TRIMS_PER_LAYER > self._loader.stores[layer].spec.source_bytes:
             return_freed_memory()
             self._since_trim = 0
