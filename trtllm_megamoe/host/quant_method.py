@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,17 +55,6 @@ _book = LoadBook()
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"
-
-
-class HostModule(Protocol):
-    """What the hooks need of the backend module; the adapter provides it."""
-
-    num_slots: int
-    initial_global_assignments: Sequence[int] | None
-    quant_scales: tuple[torch.Tensor, ...]
-
-    def build_layer(self) -> MegaMoELayer:
-        """Construct the layer. Collective."""
 
 
 class ModuleWeights:
@@ -221,7 +210,3 @@ class QuantMethodLogic:
     def pre_reload_weights(self, module: Any) -> None:
         """Begin a hot reload of this module."""
         module.megamoe_weights.open()
-
-    def setup_quant_scales(self, module: Any) -> None:
-        """Rebind the scales from the store."""
-        module.quant_scales = tuple(module.megamoe_weights.store.alphas.values())
