@@ -8,6 +8,7 @@ Pure data and pure functions: no file access, no tensor arithmetic. docs/weights
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class ParsedName(NamedTuple):
     """Whether the stored scalar is 1 / scale."""
 
 
+@functools.lru_cache(maxsize=1 << 15)  # reader and loader both ask, layer by layer
 def parse_name(name: str) -> ParsedName | None:
     """Understand a routed-expert tensor name in any supported spelling; None when it is not one."""
     layer, rest = split_layer(name)
