@@ -59,7 +59,7 @@ setup(
     extras_require={
         "cu12": ["nvidia-cutlass-dsl>=4.6", *KERNELS],
         "cu13": ["nvidia-cutlass-dsl[cu13]>=4.6", *KERNELS],
-        "compile": ["nvidia-cutlass-dsl[cu13]==4.8.1", "nvidia-cuda-cuobjdump", "apache-tvm-ffi"],
+        "compile": ["nvidia-cutlass-dsl[cu13]==4.8.1", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "apache-tvm-ffi"],
         "bench": BENCH,
         "dev": DEV,
     },

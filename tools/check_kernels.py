@@ -4,7 +4,7 @@
 DIR holds objects compiled with their PTX and cubin kept. Per kernel: no stack, no local memory, no serialised wgmma, no
 extra uniform moves in the main loop (SASS); acquire, release and proxy fences where the memory-order table of
 `vendored_kernels/sm90/kernel.py` wants them, no approximation that docs/numerics.md forbids (PTX). Needs `cuobjdump`
-(PyPI: nvidia-cuda-cuobjdump).
+and `nvdisasm` (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ WINDOW = 40
 
 
 def find_cuobjdump() -> str:
-    """From PATH or from NVIDIA's wheels."""
-    found = shutil.which("cuobjdump")
-    if found:
-        return found
+    """From NVIDIA's wheels, which are as new as the compiler, or else from PATH."""
     for base in map(Path, sys.path):
         for path in base.glob("nvidia/*/bin/cuobjdump"):
-            if os.access(path, os.X_OK):
+            if os.access(path, os.X_OK) and (path.parent / "nvdisasm").exists():
                 return str(path)
-    raise SystemExit("cuobjdump not found: pip install nvidia-cuda-cuobjdump")
+    found = shutil.which("cuobjdump")
+    if found and shutil.which("nvdisasm"):
+        return found
+    raise SystemExit("cuobjdump with nvdisasm not found: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
 
 
 def sass_lines(cubin: Path, cuobjdump: str) -> tuple[list[str], str]:
