@@ -18,10 +18,18 @@ from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import judge
 from trtllm_megamoe.engines.base import SaturationReport
 from trtllm_megamoe.engines.registry import build_engine, choose_engine
-from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError
+from trtllm_megamoe.errors import (
+    MegaMoeCapacityError,
+    MegaMoeConfigError,
+    MegaMoeError,
+    MegaMoeStateError,
+    MegaMoeWeightError,
+)
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.regions import Geometry, RegionTable
+from trtllm_megamoe.weights.calibration import ActivationObserver, InputScales
 from trtllm_megamoe.weights.loader import load_one
+from trtllm_megamoe.weights.scales import LayerScales
 from trtllm_megamoe.weights.spec import LayerShape, ModuleSpec
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -56,6 +64,7 @@ class MegaMoELayer:
         comm = comm if comm is not None else single()
         self.config = config
         self.ep_rank, self.ep_size = comm.rank, comm.size
+        self._comm = comm
         verdict = judge(config, comm.size)
         if not verdict.is_eligible:
             raise MegaMoeConfigError(f"rank {comm.rank}: this layer cannot run here: {verdict.describe()}")
@@ -147,6 +156,63 @@ class MegaMoELayer:
         seconds = time.perf_counter() - started
         logger.info("rank %d: %d buckets prepared in %.2f s", self.ep_rank, len(self.ladder.rungs), seconds)
 
+    def calibrate(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, margin: float = 1.0
+    ) -> InputScales:
+        """Measure this layer's activation scales on a warm-up step and use them: the layer then runs in nvfp4 mode.
+
+        The step runs in bf16 activation mode; fc1 and fc2 inputs are measured apart. a1 is the same on all ranks.
+
+        Args:
+            x, topk_ids, topk_weights: As for :meth:`forward`; every expert must get a token on some rank.
+            margin: Head room above the largest value seen.
+
+        Returns:
+            The scales now in use: a1, and a2 of this rank's experts.
+
+        Raises:
+            MegaMoeConfigError: The layer was not built with activations='auto' (its buffers hold one mode only).
+            MegaMoeWeightError: A scale would be zero or not finite; on EVERY rank, naming the experts. The scales of
+                before stay in use.
+            MegaMoeUnavailableError: The engine cannot show its intermediates.
+
+        Collective: yes. Source: requirement R27.
+        """
+        if self.config.activations != "auto":
+            raise MegaMoeConfigError(
+                f"rank {self.ep_rank}: calibrate needs a layer built with activations='auto', got "
+                f"'{self.config.activations}'"
+            )
+        self.weights.require_ready()
+        before, mode_before = self.weights.scales, self.activation_mode
+        observer = ActivationObserver(self.weights.spec.first_expert, self.weights.spec.num_local_experts)
+        if mode_before is ActivationMode.NVFP4:
+            self.weights.set_input_scales(_input_scales_of(before), ActivationMode.BF16)
+        try:
+            self._engine.observe(observer)
+            self.forward(x, topk_ids, topk_weights)
+            self._engine.observe(None)
+            scales = self._agree_on_scales(observer, margin)
+        except MegaMoeError:
+            if mode_before is ActivationMode.NVFP4:
+                self.weights.set_input_scales(_input_scales_of(before), mode_before)
+            raise
+        self.weights.set_input_scales(scales, ActivationMode.NVFP4)
+        return scales
+
+    def _agree_on_scales(self, observer: ActivationObserver, margin: float) -> InputScales:
+        """This rank's scales, or the first rank's fault on every rank."""
+        amaxes = self._comm.allgather(observer.input_amax, self.config.timeout_s)
+        scales, fault = None, None
+        try:
+            scales = observer.input_scales(amaxes, margin)
+        except MegaMoeWeightError as err:
+            fault = str(err)
+        faults = [text for text in self._comm.allgather(fault, self.config.timeout_s) if text is not None]
+        if scales is None or faults:
+            raise MegaMoeWeightError("; ".join(dict.fromkeys(faults)))
+        return scales
+
     def forward(
         self,
         x: torch.Tensor,
@@ -235,3 +301,9 @@ class MegaMoELayer:
             raise MegaMoeConfigError(
                 f"{where}inputs are on {', '.join(sorted(devices))}, engine '{self.engine_name}' expects {self.device}"
             )
+
+
+def _input_scales_of(scales: LayerScales) -> InputScales:
+    """The activation scales of a layer that has them."""
+    assert scales.input_global is not None and scales.down_input_global is not None  # nvfp4 mode has both
+    return InputScales(scales.input_global, scales.down_input_global)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from trtllm_megamoe.formats import ActivationMode, ScorePlacement
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.reference.metrics import cosine, mismatch_report, rel_l2
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
+from trtllm_megamoe.weights.audit import MissingInputScale
+from trtllm_megamoe.weights.calibration import InputScales
 from trtllm_megamoe.weights.checkpoint import Checkpoint, StoredTensor
 
 TOLERANCE_REL_L2 = 1e-3
@@ -57,6 +60,8 @@ class RunCase(BaseModel):
     input: Path
     ep_size: PositiveInt
     config: MegaMoeConfig
+    calibrate: bool = False
+    """Measure the activation scales on the input itself before the run (the checkpoint has none)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,14 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True)
+class CalibratedScales:
+    """Activation scales measured by the run: a1, and a2 of all E experts."""
+
+    input_global: float
+    down_input_global: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Forwarded:
     """What the ranks computed together: `out` (T, H) bf16 in the input's order, and facts of the run."""
 
@@ -84,6 +97,7 @@ class Forwarded:
     saturation: SaturationReport
     load_s: float
     forward_s: float
+    calibrated: CalibratedScales | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +155,22 @@ def deal(num_tokens: int, ep_size: int) -> list[slice]:
 
 
 def prepare(
-    checkpoint: Path, layer: int, input_path: Path, ep_size: int, options: Mapping[str, Any]
+    checkpoint: Path,
+    layer: int,
+    input_path: Path,
+    ep_size: int,
+    options: Mapping[str, Any],
+    on_missing_input_scale: MissingInputScale = MissingInputScale.REFUSE,
 ) -> tuple[RunCase, LayerInput]:
     """Judge a request and fill in what the checkpoint and the input decide. Runs nothing.
 
     Args:
         options: Fields of :class:`MegaMoeConfig` that the user set; None means "take the default", which comes from the
             checkpoint's architecture (score placement), its configuration (clamp) or the input (largest share).
+        on_missing_input_scale: What to do when nvfp4 activations are asked for and the checkpoint has no input scales.
 
     Raises:
-        MegaMoeWeightError: The checkpoint or the layer cannot be used.
+        MegaMoeWeightError: The checkpoint or the layer cannot be used, or lacks input scales.
         MegaMoeUnavailableError: The engine cannot run on this machine.
         MegaMoeConfigError: The input or an option is not legal, or does not fit the checkpoint.
     """
@@ -158,6 +178,14 @@ def prepare(
     shape = opened.layer_shape(layer)
     given = read_input(input_path, layer)
     largest_share = math.ceil(given.num_tokens / ep_size)
+    calibrate = options.get("activations") == ActivationMode.NVFP4.value and not opened.has_input_scales(layer)
+    if calibrate:
+        if on_missing_input_scale is MissingInputScale.REFUSE:
+            raise MegaMoeWeightError(
+                f"layer {layer} of {checkpoint} has no input scales (weight-only), which nvfp4 activations need; use "
+                "--activations bf16, or measure them on this input: --on-missing-input-scale calibrate"
+            )
+        options = {**options, "activations": "auto"}  # room for the warm-up, which runs with 16-bit activations
     defaults: dict[str, Any] = {
         "max_tokens_per_rank": max(1, largest_share),
         "score_placement": ScorePlacement.for_architecture(opened.architecture),
@@ -188,7 +216,9 @@ def prepare(
             f"{given.num_tokens} tokens on {ep_size} ranks give one rank {largest_share}, above --max-tokens-per-rank "
             f"{config.max_tokens_per_rank}; raise it, use more ranks or pass fewer tokens"
         )
-    case = RunCase(checkpoint=checkpoint, layer=layer, input=input_path, ep_size=ep_size, config=config)
+    case = RunCase(
+        checkpoint=checkpoint, layer=layer, input=input_path, ep_size=ep_size, config=config, calibrate=calibrate
+    )
     return case, given
 
 
@@ -206,14 +236,16 @@ def forward_case(case: RunCase, given: LayerInput, comm: Communicator, show_prog
         load_s = time.perf_counter() - started
         share = deal(given.num_tokens, comm.size)[comm.rank]
         largest_share = math.ceil(given.num_tokens / comm.size)
-        started = time.perf_counter()
         x, ids, weights = (t[share].to(layer.device) for t in (given.x, given.topk_ids, given.topk_weights))
+        scales = layer.calibrate(x, ids, weights) if case.calibrate else None
+        started = time.perf_counter()
         out = layer.forward(x, ids, weights, largest_share).cpu()
         forward_s = time.perf_counter() - started
-        facts = comm.allgather((out, layer.saturation, load_s, forward_s), timeout_s)
+        a2 = [] if scales is None else scales.down_input_global.tolist()
+        facts = comm.allgather((out, layer.saturation, load_s, forward_s, a2), timeout_s)
         if comm.rank != 0:
             return None
-        outs, saturations, loads, forwards = zip(*facts, strict=True)
+        outs, saturations, loads, forwards, a2_of_ranks = zip(*facts, strict=True)
         return Forwarded(
             out=torch.cat(outs),
             engine=layer.engine_name,
@@ -222,7 +254,15 @@ def forward_case(case: RunCase, given: LayerInput, comm: Communicator, show_prog
             saturation=sum(saturations, SaturationReport()),
             load_s=max(loads),
             forward_s=max(forwards),
+            calibrated=_gathered_scales(scales, a2_of_ranks),
         )
+
+
+def _gathered_scales(scales: InputScales | None, a2_of_ranks: Sequence[Sequence[float]]) -> CalibratedScales | None:
+    """Scales of all E experts, in expert order."""
+    if scales is None:
+        return None
+    return CalibratedScales(scales.input_global, tuple(a2 for of_rank in a2_of_ranks for a2 in of_rank))
 
 
 def _load_or_fail_together(layer: MegaMoELayer, case: RunCase, comm: Communicator, show_progress: bool) -> None:
@@ -268,6 +308,15 @@ class _LazyTensors(Mapping[str, torch.Tensor]):
         return len(self._stored)
 
 
+def _scale_tensors(scales: CalibratedScales) -> dict[str, torch.Tensor]:
+    """Calibrated scales under the names a checkpoint would give them."""
+    named = {}
+    for expert, a2 in enumerate(scales.down_input_global):
+        for projection, scale in (("w1", scales.input_global), ("w3", scales.input_global), ("w2", a2)):
+            named[f"{expert}.{projection}.input_scale"] = torch.tensor(scale)
+    return named
+
+
 def check_case(case: RunCase, given: LayerInput, forwarded: Forwarded) -> Check:
     """Compare with the oracle of the same x, options and activation mode.
 
@@ -276,7 +325,10 @@ def check_case(case: RunCase, given: LayerInput, forwarded: Forwarded) -> Check:
     """
     config = case.config
     checkpoint = Checkpoint.open(case.checkpoint)
-    weights = OracleWeights.from_tensors(_LazyTensors(checkpoint.layer_tensors(case.layer)))
+    stored: Mapping[str, torch.Tensor] = _LazyTensors(checkpoint.layer_tensors(case.layer))
+    if forwarded.calibrated is not None:
+        stored = ChainMap(_scale_tensors(forwarded.calibrated), dict(stored))
+    weights = OracleWeights.from_tensors(stored)
     options = OracleOptions.product(
         forwarded.activation_mode,
         combine_format=config.combine_format,

@@ -33,6 +33,7 @@ from trtllm_megamoe.comm import mpi, run_threads
 from trtllm_megamoe.comm.launch import detect
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError
 from trtllm_megamoe.formats import ScorePlacement
+from trtllm_megamoe.weights.audit import MissingInputScale
 
 EXISTING_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -71,6 +72,14 @@ def _check_target(path: Path | None) -> None:
 @click.option("--combine-format", default="bf16", show_default=True, help="Wire: bf16, fp8 or fp4.")
 @click.option("--activations", default="auto", show_default=True, type=click.Choice(["auto", "nvfp4", "bf16"]))
 @click.option(
+    "--on-missing-input-scale",
+    "policy",
+    type=click.Choice([member.value for member in MissingInputScale]),
+    default=MissingInputScale.REFUSE.value,
+    show_default=True,
+    help="nvfp4 activations without input scales: refuse, or measure them on this input.",
+)
+@click.option(
     "--score-placement",
     type=click.Choice([placement.value for placement in ScorePlacement]),
     help="Where routing weights multiply.  [default: by architecture]",
@@ -89,6 +98,7 @@ def command(
     transport: str | None,
     combine_format: str,
     activations: str,
+    policy: str,
     score_placement: str | None,
     swiglu_limit: float | None,
     max_tokens_per_rank: int | None,
@@ -110,7 +120,7 @@ def command(
         "swiglu_limit": swiglu_limit,
         "max_tokens_per_rank": max_tokens_per_rank,
     }
-    case, given = prepare(checkpoint, layer, input_path, ep_size, options)
+    case, given = prepare(checkpoint, layer, input_path, ep_size, options, MissingInputScale(policy))
     transport = transport or ("mpi" if launch.is_launched else "threads")
     if transport == "mpi" and launch.is_launched:
         if launch.size != ep_size:
@@ -156,6 +166,7 @@ def _describe(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Che
                      f"scores {config.score_placement.value}, clamp {config.swiglu_limit or 'none'}"),
         ("saturated", f"{_percent(seen.input_saturated, seen.input_blocks)} input blocks, "
                       f"{_percent(seen.fc1_out_saturated, seen.fc1_out_blocks)} fc1 output blocks"),
+        *_describe_scales(forwarded),
         ("time", f"load {forwarded.load_s:.3f} s, forward {forwarded.forward_s:.3f} s (slowest rank)"),
         ("check", f"rel-L2 {check.rel_l2:.3e}, cosine {check.cosine:.8f} against the oracle: "
                   f"{verdict} {TOLERANCE_REL_L2:g}"),
@@ -164,9 +175,17 @@ def _describe(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Che
     return table((), rows)
 
 
-def _report(
-    case: RunCase, given: LayerInput, forwarded: Forwarded, check: Check, output_path: Path
-) -> dict[str, Any]:
+def _describe_scales(forwarded: Forwarded) -> list[tuple[str, str]]:
+    """A row on calibrated activation scales, where there are any."""
+    scales = forwarded.calibrated
+    if scales is None:
+        return []
+    fc2 = scales.down_input_global
+    text = f"on this input: fc1 scale {scales.input_global:.4g}, fc2 scales {min(fc2):.4g} to {max(fc2):.4g}"
+    return [("calibrated", text)]
+
+
+def _report(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Check, output_path: Path) -> dict[str, Any]:
     """The JSON report, schema `megamoe-run/1`."""
     return {
         "schema": "megamoe-run/1",
@@ -177,6 +196,7 @@ def _report(
         "transport": forwarded.transport,
         "activation_mode": forwarded.activation_mode.value,
         "saturation": asdict(forwarded.saturation),
+        "calibrated": None if forwarded.calibrated is None else asdict(forwarded.calibrated),
         "load_s": forwarded.load_s,
         "forward_s": forwarded.forward_s,
         "check": {**asdict(check), "tolerance_rel_l2": TOLERANCE_REL_L2},

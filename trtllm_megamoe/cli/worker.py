@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trtllm_megamoe import errors
-from trtllm_megamoe.cli.job import Forwarded, RunCase, forward_case, read_input
+from trtllm_megamoe.cli.job import CalibratedScales, Forwarded, RunCase, forward_case, read_input
 from trtllm_megamoe.comm import mpi
 from trtllm_megamoe.comm.launch import run_mpirun
 from trtllm_megamoe.engines.base import SaturationReport
@@ -76,6 +76,9 @@ def _read_result(path: Path) -> Forwarded | None:
         facts: dict[str, Any] = json.loads(file.metadata()["facts"])
         facts["saturation"] = SaturationReport(**facts["saturation"])
         facts["activation_mode"] = ActivationMode(facts["activation_mode"])
+        if facts["calibrated"] is not None:
+            scales = facts["calibrated"]
+            facts["calibrated"] = CalibratedScales(scales["input_global"], tuple(scales["down_input_global"]))
         return Forwarded(out=file.get_tensor("out"), **facts)
 
 

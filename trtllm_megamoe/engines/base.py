@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
 
@@ -58,6 +59,14 @@ class Engine(ABC):
 
         `bucket` is the capacity from the layer's ladder that holds every rank's T; it may choose a configuration, never
         the work.
+        """
+
+    @abstractmethod
+    def observe(self, observer: ActivationObserver | None) -> None:
+        """Show fc1 and fc2 inputs of the next forwards to `observer`; None ends it.
+
+        Raises:
+            MegaMoeUnavailableError: This engine keeps its intermediates to itself.
         """
 
     @abstractmethod

@@ -37,6 +37,7 @@ from trtllm_megamoe.errors import (
 )
 from trtllm_megamoe.formats import ScorePlacement, round_up
 from trtllm_megamoe.regions import COUNT_BITS, COUNTER_BANKS, TOKEN_BLOCK_ROWS, RegionTable
+from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
 _FIRST_NAP_S = 20e-6
@@ -83,6 +84,11 @@ class CpuEngine(Engine):
         self._math = ExpertMath(weights, self._config)
         self._saturation = SaturationReport()
         self._own["header"][0] = self._math.shared_facts_digest()
+
+    def observe(self, observer: ActivationObserver | None) -> None:
+        if self._math is None:
+            raise MegaMoeStateError(f"rank {self._rank}: nothing to observe before load_weights")
+        self._math.observer = observer
 
     def saturation(self) -> SaturationReport:
         return self._saturation

@@ -12,6 +12,7 @@ from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.base import SaturationReport
 from trtllm_megamoe.engines.cpu import numerics
 from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
 _ROWS_AT_ONCE = 1024
@@ -27,6 +28,7 @@ class ExpertMath:
         self._alphas = weights.alphas
         self._config = config
         self._mode = weights.activation_mode
+        self.observer: ActivationObserver | None = None
         self._is_nvfp4 = self._mode is ActivationMode.NVFP4
         self._input_global = torch.tensor(self._w.input_global if self._is_nvfp4 else 0.0, dtype=torch.float32)
 
@@ -36,6 +38,8 @@ class ExpertMath:
 
     def stage_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, SaturationReport]:
         """bf16 rows (T, H) -> payload bytes, payload scale bytes, saturation of the blocks."""
+        if self.observer is not None:
+            self.observer.observe_input(x)
         if self._is_nvfp4:
             codes, scales, saturated = numerics.quantize_nvfp4(x.float(), self._input_global)
             return codes, scales, SaturationReport(input_blocks=scales.numel(), input_saturated=saturated)
@@ -68,6 +72,8 @@ class ExpertMath:
             )
             if route_weight is not None:
                 h = h * route_weight[rows].unsqueeze(-1)
+            if self.observer is not None:
+                self.observer.observe_hidden(expert, h)
             values, part_report = self._requantize(expert, h)
             parts.append(values)
             report = report + part_report

@@ -15,10 +15,11 @@ import torch
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine, SaturationReport
-from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError
+from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.regions import RegionTable, Space
+from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,13 @@ class CudaEngine(Engine):
             ids_are_64=int(topk_ids.dtype == torch.int64),
         )
         return out
+
+    def observe(self, observer: ActivationObserver | None) -> None:
+        if observer is not None:
+            raise MegaMoeUnavailableError(
+                f"rank {self._rank}: the CUDA engine cannot calibrate, its fc1 output never leaves the kernel; "
+                "calibrate with engine 'cpu' and write the scales into the checkpoint"
+            )
 
     def saturation(self) -> SaturationReport:
         """The kernel does not count saturated blocks; use the CPU engine or `verify-checkpoint` for that."""
