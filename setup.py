@@ -57,8 +57,8 @@ setup(
         "packaging>=23.0",
     ],
     extras_require={
-        "cu12": ["nvidia-cutlass-dsl>=4.6", *KERNELS],
-        "cu13": ["nvidia-cutlass-dsl[cu13]>=4.6", *KERNELS],
+        "cu12": ["nvidia-cutlass-dsl==4.8.1", *KERNELS],
+        "cu13": ["nvidia-cutlass-dsl[cu13]==4.8.1", *KERNELS],
         "compile": ["nvidia-cutlass-dsl[cu13]==4.8.1", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "apache-tvm-ffi"],
         "bench": BENCH,
         "dev": DEV,
