@@ -32,7 +32,10 @@ DEV = [
     "setuptools>=64",  # tests/packaging builds the wheel without isolation
     "wheel>=0.40",
 ]
+# the one DSL release that the kernels are compiled, checked and measured with (vendored_kernels/registry.py)
+DSL = "4.8.1"
 KERNELS = ["apache-tvm-ffi>=0.1.6", "nvidia-ml-py>=12"]
+DISASSEMBLER = ["nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm"]
 
 setup(
     name="trtllm-megamoe",
@@ -57,9 +60,9 @@ setup(
         "packaging>=23.0",
     ],
     extras_require={
-        "cu12": ["nvidia-cutlass-dsl==4.8.1", *KERNELS],
-        "cu13": ["nvidia-cutlass-dsl[cu13]==4.8.1", *KERNELS],
-        "compile": ["nvidia-cutlass-dsl[cu13]==4.8.1", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "apache-tvm-ffi"],
+        "cu12": [f"nvidia-cutlass-dsl=={DSL}", *KERNELS],
+        "cu13": [f"nvidia-cutlass-dsl[cu13]=={DSL}", *KERNELS],
+        "compile": [f"nvidia-cutlass-dsl[cu13]=={DSL}", *DISASSEMBLER, *KERNELS],
         "bench": BENCH,
         "dev": DEV,
     },

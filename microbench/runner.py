@@ -28,10 +28,11 @@ from microbench.routing import Batch, Load, Workload, count_routes, route, token
 from microbench.rows import Measurement, make_row
 from microbench.sources import WeightSource, open_source
 from microbench.timing import Forward, Mode, Timed, TimingSpec, time_host
+from trtllm_megamoe.agreement import succeed_or_fail_together
 from trtllm_megamoe.cli.text import format_bytes
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.config import ActivationRequest, EngineName, MegaMoeConfig
-from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError, MegaMoeWeightError
+from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError
 from trtllm_megamoe.formats import CombineFormat
 from trtllm_megamoe.layer import MegaMoELayer
 
@@ -179,16 +180,10 @@ def choose_timer(engine_name: str, use_cuda_graph: bool) -> Callable[[Forward, T
 
 
 def _load_together(layer: MegaMoELayer, source: WeightSource, comm: Communicator, timeout_s: float) -> None:
-    """Load this rank's experts, then agree: nobody starts a forward that a failed rank would never join."""
+    """Load this rank's experts, on all ranks or on none."""
     num_local = source.case.num_experts // comm.size
-    fault: str | None = None
-    try:
-        layer.load_weights(source.for_rank(range(comm.rank * num_local, (comm.rank + 1) * num_local)))
-    except MegaMoeWeightError as err:
-        fault = str(err)
-    faults = [text for text in comm.allgather(fault, timeout_s) if text is not None]
-    if faults:
-        raise MegaMoeWeightError(f"{source.case.label}: {faults[0]} ({len(faults)} of {comm.size} ranks failed)")
+    mine = range(comm.rank * num_local, (comm.rank + 1) * num_local)
+    succeed_or_fail_together(lambda: layer.load_weights(source.for_rank(mine)), comm, timeout_s, source.case.label)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tools.check_kernels import check_kernel, find_cuobjdump
 from trtllm_megamoe.buckets import BucketLadder
-from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.presets import PRESETS, ModelShape
@@ -35,18 +34,7 @@ NUM_SMS = 132
 
 def kernels_of(model: ModelShape, wire: CombineFormat, mode: ActivationMode) -> list[KernelConfig]:
     """What a layer of this model can launch, over all buckets."""
-    config = MegaMoeConfig.create(
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_experts=model.num_experts,
-        top_k=model.top_k,
-        max_tokens_per_rank=CAP,
-        combine_format=wire,
-        score_placement=model.score_placement,
-        swiglu_limit=model.swiglu_limit,
-        swiglu_alpha=model.swiglu_alpha,
-        swiglu_beta=model.swiglu_beta,
-    )
+    config = model.layer_config(max_tokens_per_rank=CAP, combine_format=wire)
     spec = hopper.layer_spec(config, EP_SIZE, mode)
     tiles = hopper.tiles_of_ladder(spec, BucketLadder.for_cap(CAP), NUM_SMS).values()
     return [KernelConfig(spec, tile) for tile in {tile.name: tile for tile in tiles}.values()]

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that must be equal on all ranks, compared once at construction; a mismatch is the same error everywhere."""
+"""What ranks must agree on: facts that are equal everywhere, and faults that stop everybody or nobody."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
 
 from trtllm_megamoe.comm.base import Communicator
-from trtllm_megamoe.errors import MegaMoeRankDivergenceError
+from trtllm_megamoe.errors import MegaMoeRankDivergenceError, MegaMoeWeightError
+
+Result = TypeVar("Result")
 
 
 def require_rank_identical(facts: Mapping[str, object], comm: Communicator, timeout_s: float) -> None:
@@ -29,3 +32,29 @@ def require_rank_identical(facts: Mapping[str, object], comm: Communicator, time
             f"ranks disagree on facts that must be identical: {'; '.join(differing)}. "
             "Give every rank the same configuration"
         )
+
+
+def succeed_or_fail_together(
+    work: Callable[[], Result], comm: Communicator, timeout_s: float, what: str | None = None
+) -> Result:
+    """Do this rank's part of something about weights; when any rank fails, every rank raises the same error.
+
+    Nobody goes on to a launch that a failed rank would never join. Collective.
+
+    Args:
+        work: This rank's part.
+        what: Said before the fault, e.g. which layer of which checkpoint.
+
+    Raises:
+        MegaMoeWeightError: On EVERY rank, with the fault of the first rank that has one, and who else failed.
+    """
+    fault, result = None, None
+    try:
+        result = work()
+    except MegaMoeWeightError as err:
+        fault = str(err)
+    faults = {rank: text for rank, text in enumerate(comm.allgather(fault, timeout_s)) if text is not None}
+    if faults:
+        who = f" (ranks {list(faults)} of {comm.size} failed, this is the first one's)" if comm.size > 1 else ""
+        raise MegaMoeWeightError(f"{what + ': ' if what else ''}{next(iter(faults.values()))}{who}")
+    return cast(Result, result)

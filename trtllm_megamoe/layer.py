@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 import trtllm_megamoe
-from trtllm_megamoe.agreement import require_rank_identical
+from trtllm_megamoe.agreement import require_rank_identical, succeed_or_fail_together
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.comm import Communicator, single
 from trtllm_megamoe.config import MegaMoeConfig
@@ -23,7 +23,6 @@ from trtllm_megamoe.errors import (
     MegaMoeConfigError,
     MegaMoeError,
     MegaMoeStateError,
-    MegaMoeWeightError,
 )
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.regions import Geometry, RegionTable
@@ -192,25 +191,15 @@ class MegaMoELayer:
             self._engine.observe(observer)
             self.forward(x, topk_ids, topk_weights)
             self._engine.observe(None)
-            scales = self._agree_on_scales(observer, margin)
+            amaxes = self._comm.allgather(observer.input_amax, self.config.timeout_s)
+            scales = succeed_or_fail_together(
+                lambda: observer.input_scales(amaxes, margin), self._comm, self.config.timeout_s
+            )
         except MegaMoeError:
             if mode_before is ActivationMode.NVFP4:
                 self.weights.set_input_scales(_input_scales_of(before), mode_before)
             raise
         self.weights.set_input_scales(scales, ActivationMode.NVFP4)
-        return scales
-
-    def _agree_on_scales(self, observer: ActivationObserver, margin: float) -> InputScales:
-        """This rank's scales, or the first rank's fault on every rank."""
-        amaxes = self._comm.allgather(observer.input_amax, self.config.timeout_s)
-        scales, fault = None, None
-        try:
-            scales = observer.input_scales(amaxes, margin)
-        except MegaMoeWeightError as err:
-            fault = str(err)
-        faults = [text for text in self._comm.allgather(fault, self.config.timeout_s) if text is not None]
-        if scales is None or faults:
-            raise MegaMoeWeightError("; ".join(dict.fromkeys(faults)))
         return scales
 
     def forward(

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ScorePlacement
 
@@ -31,6 +33,20 @@ class ModelShape:
     def score_placement(self) -> ScorePlacement:
         """Where this architecture multiplies routing weights."""
         return ScorePlacement.for_architecture(self.architecture)
+
+    def layer_config(self, **options: Any) -> MegaMoeConfig:
+        """Configuration of one of its layers; `options` are the fields that a model does not fix."""
+        return MegaMoeConfig.create(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            score_placement=self.score_placement,
+            swiglu_limit=self.swiglu_limit,
+            swiglu_alpha=self.swiglu_alpha,
+            swiglu_beta=self.swiglu_beta,
+            **options,
+        )
 
 
 PRESETS: dict[str, ModelShape] = {

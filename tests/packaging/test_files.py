@@ -83,3 +83,9 @@ def test_licence_is_apache_and_notice_names_the_data() -> None:
 def test_relative_links_of_documents_exist(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target
+
+
+def test_compiler_extras_pin_the_version_that_the_registry_checks() -> None:
+    from vendored_kernels.registry import DSL_VERSION
+
+    assert f'DSL = "{DSL_VERSION}"' in (ROOT / "setup.py").read_text(encoding="utf-8")

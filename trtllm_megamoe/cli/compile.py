@@ -13,7 +13,6 @@ from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.cli.explain import find_model
 from trtllm_megamoe.cli.failure import debug_option
-from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import judge
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
@@ -74,18 +73,7 @@ def command(
     ladder = BucketLadder.for_cap(max_tokens_per_rank)
     wanted = []
     for wire in wires or (CombineFormat.BF16.value,):
-        config = MegaMoeConfig.create(
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_experts=model.num_experts,
-            top_k=model.top_k,
-            max_tokens_per_rank=max_tokens_per_rank,
-            combine_format=wire,
-            score_placement=model.score_placement,
-            swiglu_limit=model.swiglu_limit,
-            swiglu_alpha=model.swiglu_alpha,
-            swiglu_beta=model.swiglu_beta,
-        )
+        config = model.layer_config(max_tokens_per_rank=max_tokens_per_rank, combine_format=wire)
         verdict = judge(config, ep_size)
         if not verdict.is_eligible:
             raise MegaMoeConfigError(f"{model.name} cannot run on {ep_size} ranks: {verdict.describe()}")

@@ -187,18 +187,8 @@ def command(
     if source is None:
         raise click.UsageError("name a PRESET or a checkpoint DIRECTORY, or ask with --host")
     model = find_model(source)
-    config = MegaMoeConfig.create(
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_experts=model.num_experts,
-        top_k=model.top_k,
-        max_tokens_per_rank=max_tokens_per_rank,
-        combine_format=combine_format,
-        activations=activations,
-        score_placement=model.score_placement,
-        swiglu_limit=model.swiglu_limit,
-        swiglu_alpha=model.swiglu_alpha,
-        swiglu_beta=model.swiglu_beta,
+    config = model.layer_config(
+        max_tokens_per_rank=max_tokens_per_rank, combine_format=combine_format, activations=activations
     )
     plan = make_plan(model, ep_size, config)
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _describe(plan))

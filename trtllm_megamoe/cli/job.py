@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from trtllm_megamoe.agreement import succeed_or_fail_together
 from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import judge
@@ -232,7 +233,9 @@ def forward_case(case: RunCase, given: LayerInput, comm: Communicator, show_prog
     config, timeout_s = case.config, case.config.timeout_s
     with MegaMoELayer(config, comm) as layer:
         started = time.perf_counter()
-        _load_or_fail_together(layer, case, comm, show_progress)
+        succeed_or_fail_together(
+            lambda: _load(layer, case, comm, show_progress), comm, timeout_s, f"layer {case.layer} of {case.checkpoint}"
+        )
         load_s = time.perf_counter() - started
         share = deal(given.num_tokens, comm.size)[comm.rank]
         largest_share = math.ceil(given.num_tokens / comm.size)
@@ -265,21 +268,12 @@ def _gathered_scales(scales: InputScales | None, a2_of_ranks: Sequence[Sequence[
     return CalibratedScales(scales.input_global, tuple(a2 for of_rank in a2_of_ranks for a2 in of_rank))
 
 
-def _load_or_fail_together(layer: MegaMoELayer, case: RunCase, comm: Communicator, show_progress: bool) -> None:
-    """Load this rank's experts, then agree: nobody starts a launch that a failed rank would never join."""
+def _load(layer: MegaMoELayer, case: RunCase, comm: Communicator, show_progress: bool) -> None:
+    """Load this rank's experts of the case's layer."""
     num_local = case.config.num_experts // comm.size
     mine = range(comm.rank * num_local, (comm.rank + 1) * num_local)
-    fault = None
-    try:
-        checkpoint = Checkpoint.open(case.checkpoint)
-        layer.load_weights(_with_progress(checkpoint, case.layer, mine, show_progress and comm.rank == 0))
-    except MegaMoeWeightError as err:
-        fault = str(err)
-    faults = {rank: text for rank, text in enumerate(comm.allgather(fault, case.config.timeout_s)) if text is not None}
-    if faults:
-        rank, text = next(iter(faults.items()))
-        others = f" (ranks {list(faults)} failed; this is rank {rank}'s)" if len(faults) > 1 else ""
-        raise MegaMoeWeightError(f"layer {case.layer} of {case.checkpoint}: {text}{others}")
+    checkpoint = Checkpoint.open(case.checkpoint)
+    layer.load_weights(_with_progress(checkpoint, case.layer, mine, show_progress and comm.rank == 0))
 
 
 def _with_progress(
