@@ -110,8 +110,8 @@ class MegaMoELayer:
         return mode
 
     @property
-    def saturation(self) -> SaturationReport:
-        """Activation blocks of this rank that exceeded their static scale since the last load."""
+    def saturation(self) -> SaturationReport | None:
+        """Activation blocks of this rank that exceeded their static scale since the last load; None: not counted."""
         return self._engine.saturation()
 
     @property

@@ -95,7 +95,7 @@ class Forwarded:
     engine: str
     transport: str
     activation_mode: ActivationMode
-    saturation: SaturationReport
+    saturation: SaturationReport | None
     load_s: float
     forward_s: float
     calibrated: CalibratedScales | None = None
@@ -254,7 +254,7 @@ def forward_case(case: RunCase, given: LayerInput, comm: Communicator, show_prog
             engine=layer.engine_name,
             transport=comm.transport,
             activation_mode=layer.activation_mode,
-            saturation=sum(saturations, SaturationReport()),
+            saturation=None if None in saturations else sum(saturations, SaturationReport()),
             load_s=max(loads),
             forward_s=max(forwards),
             calibrated=_gathered_scales(scales, a2_of_ranks),

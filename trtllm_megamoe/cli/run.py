@@ -155,7 +155,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _describe(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Check, output_path: Path) -> str:
-    config, seen = case.config, forwarded.saturation
+    config = case.config
     verdict = "within" if check.passed else "NOT within"
     rows = [
         ("layer", f"{case.layer} of {case.checkpoint}: H {config.hidden_size}, I {config.intermediate_size}, "
@@ -164,8 +164,7 @@ def _describe(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Che
                   f"at most {config.max_tokens_per_rank} a rank"),
         ("numerics", f"{forwarded.activation_mode.value} activations, {config.combine_format.value} wire, "
                      f"scores {config.score_placement.value}, clamp {config.swiglu_limit or 'none'}"),
-        ("saturated", f"{_percent(seen.input_saturated, seen.input_blocks)} input blocks, "
-                      f"{_percent(seen.fc1_out_saturated, seen.fc1_out_blocks)} fc1 output blocks"),
+        ("saturated", _describe_saturation(forwarded)),
         *_describe_scales(forwarded),
         ("time", f"load {forwarded.load_s:.3f} s, forward {forwarded.forward_s:.3f} s (slowest rank)"),
         ("check", f"rel-L2 {check.rel_l2:.3e}, cosine {check.cosine:.8f} against the oracle: "
@@ -173,6 +172,17 @@ def _describe(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Che
         ("output", str(output_path)),
     ]  # fmt: skip
     return table((), rows)
+
+
+def _describe_saturation(forwarded: Forwarded) -> str:
+    """Shares of activation blocks that their static scale cannot express (R27)."""
+    seen = forwarded.saturation
+    if seen is None:
+        return f"not counted by the {forwarded.engine} engine"
+    return (
+        f"{_percent(seen.input_saturated, seen.input_blocks)} input blocks, "
+        f"{_percent(seen.fc1_out_saturated, seen.fc1_out_blocks)} fc1 output blocks"
+    )
 
 
 def _describe_scales(forwarded: Forwarded) -> list[tuple[str, str]]:
@@ -195,7 +205,7 @@ def _report(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Check
         "engine": forwarded.engine,
         "transport": forwarded.transport,
         "activation_mode": forwarded.activation_mode.value,
-        "saturation": asdict(forwarded.saturation),
+        "saturation": None if forwarded.saturation is None else asdict(forwarded.saturation),
         "calibrated": None if forwarded.calibrated is None else asdict(forwarded.calibrated),
         "load_s": forwarded.load_s,
         "forward_s": forwarded.forward_s,

@@ -74,7 +74,8 @@ def _read_result(path: Path) -> Forwarded | None:
         return None
     with safe_open(path, framework="pt") as file:
         facts: dict[str, Any] = json.loads(file.metadata()["facts"])
-        facts["saturation"] = SaturationReport(**facts["saturation"])
+        if facts["saturation"] is not None:
+            facts["saturation"] = SaturationReport(**facts["saturation"])
         facts["activation_mode"] = ActivationMode(facts["activation_mode"])
         if facts["calibrated"] is not None:
             scales = facts["calibrated"]

@@ -70,8 +70,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def saturation(self) -> SaturationReport:
-        """Saturated blocks since the last load."""
+    def saturation(self) -> SaturationReport | None:
+        """Saturated blocks since the last load, or None where this engine does not count them."""
 
     @abstractmethod
     def close(self) -> None:

@@ -84,9 +84,9 @@ class CudaEngine(Engine):
                 "calibrate with engine 'cpu' and write the scales into the checkpoint"
             )
 
-    def saturation(self) -> SaturationReport:
-        """The kernel does not count saturated blocks; use the CPU engine or `verify-checkpoint` for that."""
-        return SaturationReport()
+    def saturation(self) -> SaturationReport | None:
+        """The kernel does not count saturated blocks; the CPU engine does."""
+        return None
 
     def close(self) -> None:
         self._launches.clear()
