@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from trtllm_megamoe.config import ActivationRequest, EngineName, MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError
 from trtllm_megamoe.formats import CombineFormat
 from trtllm_megamoe.layer import MegaMoELayer
+from trtllm_megamoe.weights.host_memory import available_host_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -131,19 +131,10 @@ def _layer_config(case: Case, combine_format: CombineFormat, cap: int, settings:
     )
 
 
-def _available_bytes() -> int | None:
-    """Memory the system can still give, or None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
 def _require_memory(case: Case, settings: Settings, comm: Communicator) -> None:
     """Refuse weights that cannot fit before any are made: all ranks' layers, and one more in flight while loading."""
     needed = (settings.num_layers + 1) * case.num_experts * expert_bytes(case.hidden_size, case.intermediate_size)
-    available = comm.allgather(_available_bytes(), settings.timeout_s)[0]  # one rank's word: all decide alike
+    available = comm.allgather(available_host_bytes(), settings.timeout_s)[0]  # one rank's word: all decide alike
     if available is not None and needed > available:
         raise MegaMoeConfigError(
             f"{case.label} needs about {format_bytes(int(needed))} for its weights, {format_bytes(available)} are "

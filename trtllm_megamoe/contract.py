@@ -174,3 +174,14 @@ def judge(config: MegaMoeConfig, ep_size: int) -> Eligibility:
         except MegaMoeConfigError as err:
             found.append((RejectReason.CAPACITY, str(err)))
     return Eligibility(tuple(found))
+
+
+def require_eligible(config: MegaMoeConfig, ep_size: int, what: str) -> None:
+    """Raise unless `what` (a model, a layer of a checkpoint) can run on `ep_size` ranks.
+
+    Raises:
+        MegaMoeConfigError: Every reason is named.
+    """
+    verdict = judge(config, ep_size)
+    if not verdict.is_eligible:
+        raise MegaMoeConfigError(f"{what} cannot run on {ep_size} ranks: {verdict.describe()}")

@@ -15,7 +15,7 @@ from trtllm_megamoe.agreement import require_rank_identical, succeed_or_fail_tog
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.comm import Communicator, single
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.contract import judge
+from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.engines.base import SaturationReport
 from trtllm_megamoe.engines.registry import build_engine, choose_engine
 from trtllm_megamoe.errors import (
@@ -64,9 +64,7 @@ class MegaMoELayer:
         self.config = config
         self.ep_rank, self.ep_size = comm.rank, comm.size
         self._comm = comm
-        verdict = judge(config, comm.size)
-        if not verdict.is_eligible:
-            raise MegaMoeConfigError(f"rank {comm.rank}: this layer cannot run here: {verdict.describe()}")
+        require_eligible(config, comm.size, f"rank {comm.rank}: this layer")
         choice = choose_engine(config.engine, comm.size)
         self.ladder = BucketLadder.for_cap(config.max_tokens_per_rank)
         facts = {
@@ -189,8 +187,10 @@ class MegaMoELayer:
             self.weights.set_input_scales(_input_scales_of(before), ActivationMode.BF16)
         try:
             self._engine.observe(observer)
-            self.forward(x, topk_ids, topk_weights)
-            self._engine.observe(None)
+            try:
+                self.forward(x, topk_ids, topk_weights)
+            finally:
+                self._engine.observe(None)
             amaxes = self._comm.allgather(observer.input_amax, self.config.timeout_s)
             scales = succeed_or_fail_together(
                 lambda: observer.input_scales(amaxes, margin), self._comm, self.config.timeout_s
@@ -285,8 +285,8 @@ class MegaMoELayer:
             if tensor.dtype not in dtypes:
                 allowed = " or ".join(str(d) for d in dtypes)
                 raise MegaMoeConfigError(f"{where}{name} has dtype {tensor.dtype}, expected {allowed}")
-        devices = {str(t.device) for t in (x, topk_ids, topk_weights)}
-        if devices != {str(self.device)}:
+        if any(tensor.device != self.device for tensor in (x, topk_ids, topk_weights)):
+            devices = {str(tensor.device) for tensor in (x, topk_ids, topk_weights)}
             raise MegaMoeConfigError(
                 f"{where}inputs are on {', '.join(sorted(devices))}, engine '{self.engine_name}' expects {self.device}"
             )

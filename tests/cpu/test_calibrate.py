@@ -13,6 +13,7 @@ from tests.helpers.checkpoints import DATA
 from tests.helpers.cli import copy_checkpoint, invoke
 from tests.helpers.layer_cases import WATCHDOG_S, LayerCase, bits, forward_rank, make_case, oracle_of
 from trtllm_megamoe.comm import Communicator, run_threads
+from trtllm_megamoe.engines.cpu.engine import CpuEngine
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeWeightError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.layer import MegaMoELayer
@@ -110,3 +111,15 @@ def test_run_calibrates_only_when_told_to(tmp_path: Path, transport: str) -> Non
     assert facts["activation_mode"] == "nvfp4"
     assert len(facts["calibrated"]["down_input_global"]) == 16
     assert facts["saturation"]["input_saturated"] == 0  # measured on this very input
+
+
+def test_calibrate_refused_input_leaves_nothing_behind() -> None:
+    """A warm-up that never ran must not keep watching later forwards."""
+    case = make_case("uniform", ep_size=1, num_tokens=64, input_scales=False, max_tokens_per_rank=64)
+    with MegaMoELayer(case.config) as layer:
+        layer.load_weights(case.weights)
+        with pytest.raises(MegaMoeConfigError, match="dtype"):
+            layer.calibrate(case.x.float(), case.routing.topk_ids, case.routing.topk_weights)
+        engine = layer._engine
+        assert isinstance(engine, CpuEngine)
+        assert engine._math is not None and engine._math.observer is None

@@ -245,7 +245,7 @@ def test_run_points_other_engine_than_expected_is_refused() -> None:
 
 
 def test_run_points_weights_beyond_memory_are_refused_before_any_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "_available_bytes", lambda: 10_000)
+    monkeypatch.setattr(runner_module, "available_host_bytes", lambda: 10_000)
     monkeypatch.setattr(runner_module, "open_source", lambda *_: pytest.fail("weights were made"))
     with pytest.raises(MegaMoeConfigError, match="--scale-experts"):
         run()

@@ -13,7 +13,7 @@ from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.cli.explain import find_model
 from trtllm_megamoe.cli.failure import debug_option
-from trtllm_megamoe.contract import judge
+from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 from trtllm_megamoe.kernels import hopper
@@ -74,9 +74,7 @@ def command(
     wanted = []
     for wire in wires or (CombineFormat.BF16.value,):
         config = model.layer_config(max_tokens_per_rank=max_tokens_per_rank, combine_format=wire)
-        verdict = judge(config, ep_size)
-        if not verdict.is_eligible:
-            raise MegaMoeConfigError(f"{model.name} cannot run on {ep_size} ranks: {verdict.describe()}")
+        require_eligible(config, ep_size, model.name)
         for mode in modes or tuple(m.value for m in ActivationMode):
             spec = hopper.layer_spec(config, ep_size, ActivationMode(mode))
             tiles = hopper.tiles_of_ladder(spec, ladder, num_sms).values()

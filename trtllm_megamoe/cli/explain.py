@@ -20,7 +20,7 @@ from trtllm_megamoe.cli.failure import debug_option
 from trtllm_megamoe.cli.host import explain_host
 from trtllm_megamoe.cli.text import format_bytes, table
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.contract import judge
+from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.engines.registry import EngineChoice, choose_engine
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode
@@ -146,9 +146,7 @@ def make_plan(model: ModelShape, ep_size: int, config: MegaMoeConfig) -> Plan:
     Raises:
         MegaMoeConfigError: The layer is not eligible; every reason is named.
     """
-    verdict = judge(config, ep_size)
-    if not verdict.is_eligible:
-        raise MegaMoeConfigError(f"{model.name} cannot run on {ep_size} ranks: {verdict.describe()}")
+    require_eligible(config, ep_size, model.name)
     shape = LayerShape(config.hidden_size, config.intermediate_size, config.num_experts, config.top_k)
     return Plan(
         model=model,

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from trtllm_megamoe.agreement import succeed_or_fail_together
 from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.contract import judge
+from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.engines.base import SaturationReport
 from trtllm_megamoe.engines.registry import choose_engine
 from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeWeightError
@@ -201,9 +201,7 @@ def prepare(
         **(defaults | {name: value for name, value in options.items() if value is not None}),
     )
     choose_engine(config.engine, ep_size)
-    verdict = judge(config, ep_size)
-    if not verdict.is_eligible:
-        raise MegaMoeConfigError(f"layer {layer} of {checkpoint} cannot run on {ep_size} ranks: {verdict.describe()}")
+    require_eligible(config, ep_size, f"layer {layer} of {checkpoint}")
     if given.x.shape[1] != shape.hidden_size:
         raise MegaMoeConfigError(
             f"{input_path}: x has {given.x.shape[1]} columns, the checkpoint's hidden size is {shape.hidden_size}"

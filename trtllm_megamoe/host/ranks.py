@@ -9,15 +9,12 @@ message instead of hanging.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from trtllm_megamoe.agreement import require_rank_identical
 from trtllm_megamoe.comm import Communicator, mpi, single
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeTimeoutError, MegaMoeUnavailableError
-
-logger = logging.getLogger(__name__)
 
 
 def why_not_pure_dep(mapping: Any) -> str | None:

@@ -6,7 +6,6 @@ Used by the `compile` command (no GPU) and by the CUDA engine. A process with a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from vendored_kernels import registry
 from vendored_kernels.launch import Launch
 from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile, fc1_lag
 from vendored_kernels.sm90.sites import SITE_NAMES
-
-logger = logging.getLogger(__name__)
 
 ARCH = "sm_90a"
 

@@ -7,7 +7,6 @@ addresses. A forward synchronises nothing, copies nothing to the host and alloca
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -21,8 +20,6 @@ from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.regions import RegionTable, Space
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
-
-logger = logging.getLogger(__name__)
 
 _DECODE_FACTOR = 2.0**14
 """Weights decode to code * scale * 2^-14 (an exact f16 value); the epilogue's factor takes it back."""
