@@ -55,7 +55,7 @@ def compile_object(request: dict) -> None:
         from vendored_kernels.sm90.kernel import Sm90MegaMoeNvfp4Kernel
 
         tile = {**request["tile"], "token_widths": tuple(request["tile"]["token_widths"])}
-        config = KernelConfig(LayerSpec(**request["layer"]), TileConfig(**tile))
+        config = KernelConfig(LayerSpec(**request["layer"]), TileConfig(**tile), request["all_ranks"])
         key = registry.kernel_key(config, request["arch"])
         symbol = key.replace("-", "_")
         anchor = make_fake_compact_tensor(Uint8, (cute.sym_int(),), assumed_align=16)

@@ -24,31 +24,55 @@ ADDRESSES = (
     "row_meta",
     "route_rows",
     "h",
-    "results",
-    "result_scales",
     "counters",
     "ready",
+    "pool_ready",
     "epoch",
+    "expected_returns",
     "error",
-    "abort",
     "timeout_ns",
+    "peers",
+    "abort_at",
+    "header_at",
+    "cells_at",
+    "returns_at",
+    "index_at",
+    "payload_at",
+    "payload_scales_at",
+    "route_weights_at",
+    "results_at",
+    "result_scales_at",
+    "rank_operands",
+    "local_stride",
 )
-"""64-bit arguments: addresses (operands in `sm90/kernel.py`) and the timeout in nanoseconds."""
+"""64-bit arguments: addresses (operands in `sm90/kernel.py`), the timeout in nanoseconds, and `*_at`: a shared region's
+offset behind a rank's base in the table `peers`; a kernel for one rank has no table and takes them as addresses."""
 
-NUMBERS = ("pool_rows", "ready_words", "ids_are_64", "fault_ctas", "lag", "grid")
-"""32-bit arguments: pool capacity, ready counters per bank, 1 for int64 ids, CTAs that never stage
-(0; a test's way to a timeout), fc1 lag, CTAs."""
+NUMBERS = (
+    "pool_rows",
+    "ready_words",
+    "pool_ready_words",
+    "index_row_words",
+    "payload_row_bytes",
+    "payload_scale_row_bytes",
+    "ids_are_64",
+    "fault_step",
+    "dry",
+    "lag",
+    "rank",
+    "ctas_per_rank",
+    "grid",
+)
+"""32-bit arguments: pool capacity; ready and pool-ready counters per bank; routes of one source (T * K at the cap);
+strides of the staged rows; 1 for int64 ids; the step before which this rank stops (0; a test's way to a timeout, see
+`sm90/sites.py`); 1 to load the code and do nothing; fc1 lag; this rank (the first one of an all-ranks launch); CTAs of a
+rank and of the launch."""
 
-COUNTER_WORDS = 96
-"""u32 words of the launch counters (zero before the first launch)."""
+RANK_OPERANDS = ("x", "ids", "route_weights", "num_tokens", "y", "w1", "w2", "scales")
+"""Words of one rank's row in the table `rank_operands` of an all-ranks launch; padded to 8."""
 
 ERROR_FIELDS = ("set", "rank", "site", "index", "epoch", "expected", "seen", "reserved")
-"""u64 words of the error record (zero before the first launch)."""
-
-
-def ready_words(max_routes: int, num_local_experts: int) -> int:
-    """fc1 output blocks of the narrowest token width under the worst routing: ready counters of one bank."""
-    return -(-max_routes // 8) + min(num_local_experts, max_routes)
+"""u64 words of the error record (zero before the first launch); an all-ranks launch has one per rank."""
 
 
 class Launch:

@@ -78,9 +78,14 @@ flag_load_acquire_sys = _memory_op("ld.acquire.sys.global.b32 $0, [$1];", "l", "
 flag_add_release_gpu = _memory_op("red.release.gpu.global.add.u32 [$0], $1;", "lr")
 flag_store_release_sys = _memory_op("st.release.sys.global.b32 [$0], $1;", "lr")
 flag_fetch_add_acq_rel_gpu = _memory_op("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "lr", "r")
-flag_cas64_acq_rel_gpu = _memory_op("atom.acq_rel.gpu.global.cas.b64 $0, [$1], $2, $3;", "lll", "l")
+flag_exchange_acq_rel_gpu = _memory_op("atom.acq_rel.gpu.global.exch.b32 $0, [$1], $2;", "lr", "r")
 claim_add_relaxed_gpu = _memory_op("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", "lr", "r")
 fence_proxy_async = _memory_op("fence.proxy.async;", "")
+# Flags in a peer's memory. A cell's store is relaxed behind a fence of the same thread: one fence for many cells.
+peer_flag_load_acquire_sys64 = _memory_op("ld.acquire.sys.global.b64 $0, [$1];", "l", "l")
+peer_flag_add_release_sys64 = _memory_op("red.release.sys.global.add.u64 [$0], $1;", "ll")
+peer_flag_store_relaxed_sys64 = _memory_op("st.relaxed.sys.global.b64 [$0], $1;", "ll")
+fence_acq_rel_sys = _memory_op("fence.acq_rel.sys;", "")
 
 # ------------------------------------------------------------------------------------------------------- plain global
 ldg32 = _memory_op("ld.global.b32 $0, [$1];", "l", "r")
@@ -93,6 +98,8 @@ stg128 = _memory_op("st.global.v4.b32 [$0], {$1,$2,$3,$4};", "lrrrr")
 stg8 = _memory_op("{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h;}", "lr")
 stg16 = _memory_op("{.reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h;}", "lr")
 _IF = "{.reg .pred p; setp.ne.s32 p, %s, 0; "
+stg32_if = _memory_op(_IF % "$2" + "@p st.global.b32 [$0], $1;}", "lrr")
+stg8_if = _memory_op(_IF % "$2" + ".reg .b16 h; cvt.u16.u32 h, $1; @p st.global.b8 [$0], h;}", "lrr")
 stg128_if = _memory_op(_IF % "$5" + "@p st.global.v4.b32 [$0], {$1,$2,$3,$4};}", "lrrrrr")
 ldg32_if = _memory_op(_IF % "$2" + "mov.b32 $0, -1; @p ld.global.b32 $0, [$1];}", "lr", "r", early=True)
 ldg8_if = _memory_op(
@@ -114,12 +121,14 @@ ldg128_if = _memory_op(
 
 # ------------------------------------------------------------------------------------------------------------- shared
 lds32 = _memory_op("ld.shared.b32 $0, [$1];", "r", "r")
+lds64 = _memory_op("ld.shared.b64 $0, [$1];", "r", "l")
 lds_pair = _memory_op("ld.shared.v2.b32 {$0,$1}, [$2];", "r", "rr")
 lds_pair_f = _memory_op("ld.shared.v2.f32 {$0,$1}, [$2];", "r", "ff")
 lds128 = _memory_op("ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];", "r", "rrrr")
 lds128f = _memory_op("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "r", "ffff")
 ldsf = _memory_op("ld.shared.f32 $0, [$1];", "r", "f")
 sts32 = _memory_op("st.shared.b32 [$0], $1;", "rr")
+sts64 = _memory_op("st.shared.b64 [$0], $1;", "rl")
 stsf = _memory_op("st.shared.f32 [$0], $1;", "rf")
 shared_add = _memory_op("atom.shared.add.u32 $0, [$1], $2;", "rr", "r")
 shared_max = _memory_op("red.shared.max.u32 [$0], $1;", "rr")
@@ -144,12 +153,15 @@ shuffle_up = _memory_op("shfl.sync.up.b32 $0, $1, $2, 0, -1;", "rr", "r")
 shuffle_xor1_f = _memory_op("shfl.sync.bfly.b32 $0, $1, 1, 31, -1;", "f", "f")
 shuffle_xor1 = _memory_op("shfl.sync.bfly.b32 $0, $1, 1, 31, -1;", "r", "r")
 shuffle_xor2 = _memory_op("shfl.sync.bfly.b32 $0, $1, 2, 31, -1;", "r", "r")
+thread_index = _memory_op("mov.u32 $0, %tid.x;", "", "r")
+ballot = _memory_op("{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1;}", "r", "r")
 warp_max_u32 = _memory_op("redux.sync.max.u32 $0, $1, 0xffffffff;", "r", "r")
 
 # --------------------------------------------------------------------------------------------------------- fp32 maths
 mul_rn = _pure_op("mul.rn.f32 $0, $1, $2;", "ff", "f")
 add_rn = _pure_op("add.rn.f32 $0, $1, $2;", "ff", "f")
 div_rn = _pure_op("div.rn.f32 $0, $1, $2;", "ff", "f")
+first_bit = _pure_op("{.reg .b32 t; brev.b32 t, $1; bfind.shiftamt.u32 $0, t;}", "r", "r")
 as_bits = _pure_op("mov.b32 $0, $1;", "f", "r")
 as_float = _pure_op("mov.b32 $0, $1;", "r", "f")
 max_u32 = _pure_op("max.u32 $0, $1, $2;", "rr", "r")
@@ -213,6 +225,23 @@ nvfp4_pair_as_f16 = _pure_op(
     + "cvt.rn.f16x2.f32 $0, b, a;}",
     "ffff",
     "r",
+)
+
+nvfp4_codes_as_f16 = _pure_op(
+    # (8 codes, e4m3 scale byte) -> 4 words of packed f16 scale * code, exact; a NaN scale makes all NaN
+    "{.reg .b32 b, t, s; .reg .b16 c, l, h; cvt.u16.u32 c, $5; cvt.rn.f16x2.e4m3x2 s, c; mov.b32 {l, h}, s; "
+    "mov.b32 s, {l, l}; "
+    + "".join(
+        f"shr.u32 b, $4, {8 * w}; shl.b32 t, b, 9; and.b32 ${w}, t, 0x00000E00; shl.b32 t, b, 12; and.b32 t, t, 0x00008000; "
+        f"or.b32 ${w}, ${w}, t; shl.b32 t, b, 21; and.b32 t, t, 0x0E000000; or.b32 ${w}, ${w}, t; shl.b32 t, b, 24; "
+        f"and.b32 t, t, 0x80000000; or.b32 ${w}, ${w}, t; mul.rn.f16x2 ${w}, ${w}, s; mov.b32 t, 0x74007400; "
+        f"mul.rn.f16x2 ${w}, ${w}, t; "
+        for w in range(4)
+    )
+    + "}",
+    "rr",
+    "rrrr",
+    early=True,
 )
 
 # ---------------------------------------------------------------------------------------------------- wire format maths

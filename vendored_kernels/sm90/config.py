@@ -27,6 +27,7 @@ POOL_BLOCK_ROWS = 32
 
 MAX_LOCAL_EXPERTS = 256
 MAX_TOP_K = 16
+MAX_EP_SIZE = 16
 MAX_SHARED_BYTES = 232448
 REGISTER_FILE = 65536
 
@@ -40,6 +41,9 @@ STAGE_WEIGHT_BYTES = 2 * RECORD_BYTES
 
 WEIGHTS_IN_FLIGHT_BYTES = 110_000
 """Weight bytes per multiprocessor that hide the latency of HBM."""
+
+DISPATCH_WARPS = 4
+"""Warps that pull token rows from their owners while tiles run (kernels with an exchange)."""
 
 ACTIVATION_MODES = ("nvfp4", "bf16")
 COMBINE_FORMATS = ("bf16", "fp8", "fp4")
@@ -57,6 +61,7 @@ class LayerSpec:
         hidden_size, intermediate_size: H (multiple of 32) and I (multiple of 16).
         num_local_experts: experts of this rank, at most 256.
         top_k: routes per token, at most 16.
+        ep_size: ranks of the layer, at most 16; ids name ep_size * num_local_experts experts, in rank order.
         activation_mode: "nvfp4" or "bf16" (docs/numerics.md 4.1, 4.2).
         combine_format: "bf16", "fp8" or "fp4": encoding of a route's result row.
         weigh_before_requant: multiply the routing weight before the requantisation, not in the top-k sum.
@@ -74,6 +79,7 @@ class LayerSpec:
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.0
     swiglu_beta: float = 0.0
+    ep_size: int = 1
 
     def check(self) -> None:
         """Raise :class:`KernelConfigError` with every broken rule."""
@@ -86,6 +92,8 @@ class LayerSpec:
             faults.append(f"num_local_experts {self.num_local_experts} must be in 1..{MAX_LOCAL_EXPERTS}")
         if not 1 <= self.top_k <= MAX_TOP_K:
             faults.append(f"top_k {self.top_k} must be in 1..{MAX_TOP_K}")
+        if not 1 <= self.ep_size <= MAX_EP_SIZE:
+            faults.append(f"ep_size {self.ep_size} must be in 1..{MAX_EP_SIZE}")
         if self.activation_mode not in ACTIVATION_MODES:
             faults.append(f"activation_mode {self.activation_mode!r} must be one of {ACTIVATION_MODES}")
         if self.combine_format not in COMBINE_FORMATS:
@@ -94,6 +102,11 @@ class LayerSpec:
             faults.append(f"swiglu_limit {self.swiglu_limit} must be > 0 or None")
         if faults:
             raise KernelConfigError("sm_90a kernel: " + "; ".join(faults))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks."""
+        return self.num_local_experts * self.ep_size
 
     @property
     def clamp(self) -> float | None:
@@ -145,7 +158,8 @@ class TileConfig:
         rows: weight rows of a tile: 256, or 128 (half tiles; a stage then holds two reduction steps).
         math_warpgroups: 2; a whole tile gives each two m64 tiles, a half tile one. (Four were tried: with several token
             widths the compiler then runs out of registers and serialises wgmma.)
-        math_registers, producer_registers: setmaxnreg of the two kinds of warps.
+        math_registers, producer_registers: setmaxnreg of the two kinds of warps, where there are no dispatch warps (see
+            `KernelConfig`).
         max_stages: upper bound of both pipelines' stages; the shared memory decides the numbers below it.
     """
 
@@ -163,19 +177,9 @@ class TileConfig:
         return self.token_widths[-1]
 
     @property
-    def threads(self) -> int:
-        """Threads per CTA: the math warpgroups and four single-purpose warps."""
-        return self.math_warpgroups * 128 + 128
-
-    @property
     def m64_per_warpgroup(self) -> int:
         """m64 tiles whose accumulators one warpgroup holds."""
         return self.rows // (64 * self.math_warpgroups)
-
-    @property
-    def launch_registers(self) -> int:
-        """Registers per thread the compiler may use before setmaxnreg: the register file shared by all threads."""
-        return REGISTER_FILE // self.threads // 8 * 8
 
     def check(self) -> None:
         """Raise :class:`KernelConfigError` with every broken rule."""
@@ -187,10 +191,6 @@ class TileConfig:
             faults.append(f"token_widths {widths} must be multiples of 8 in 8..128")
         if self.rows not in (128, 256) or self.math_warpgroups != 2:
             faults.append(f"rows {self.rows} must be 128 or 256, math_warpgroups {self.math_warpgroups} must be 2")
-        pool = self.launch_registers * self.threads
-        asked = self.math_registers * self.math_warpgroups * 128 + self.producer_registers * 128
-        if asked > pool:  # an oversubscribed setmaxnreg hangs the GPU
-            faults.append(f"setmaxnreg asks for {asked} registers, the launch owns {pool}")
         if self.math_registers % 8 or self.producer_registers % 8:
             faults.append("register counts must be multiples of 8")
         if faults:
@@ -199,16 +199,30 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One compiled kernel: a layer and a tile configuration, with everything that follows from them."""
+    """One compiled kernel: a layer and a tile configuration, with everything that follows from them.
+
+    Attributes:
+        layer, tile: see there.
+        all_ranks: one launch runs every rank of the layer (on one GPU: for the sanitizer and for measuring).
+        weight_stages, token_stages: what fits of both rings.
+    """
 
     layer: LayerSpec
     tile: TileConfig
+    all_ranks: bool = False
     weight_stages: int = field(init=False)
     token_stages: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.layer.check()
         self.tile.check()
+        asked = 128 * self.math_registers * self.tile.math_warpgroups
+        asked += self.producer_registers * (self.threads - 128 * self.tile.math_warpgroups)
+        if asked > self.launch_registers * self.threads:  # an oversubscribed setmaxnreg hangs the GPU
+            raise KernelConfigError(
+                f"tile configuration {self.tile.name!r}: setmaxnreg asks for {asked} registers, "
+                f"the launch owns {self.launch_registers * self.threads}"
+            )
         weights, tokens = self._choose_stages()
         object.__setattr__(self, "weight_stages", weights)
         object.__setattr__(self, "token_stages", tokens)
@@ -229,6 +243,35 @@ class KernelConfig:
                 tokens += 1
             else:
                 return weights, tokens
+
+    # ----------------------------------------------------------------------------------------------------- threads
+    @property
+    def exchange(self) -> bool:
+        """Whether tokens go through `payload` and are pulled by dispatch warps: always between ranks."""
+        return self.layer.ep_size > 1
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA: math warpgroups, four single-purpose warps, dispatch warps where there is an exchange."""
+        return self.tile.math_warpgroups * 128 + 128 + (32 * DISPATCH_WARPS if self.exchange else 0)
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers per thread the compiler may use before setmaxnreg: the register file shared by all threads."""
+        return REGISTER_FILE // self.threads // 8 * 8
+
+    @property
+    def producer_registers(self) -> int:
+        """setmaxnreg of all other warps; beside dispatch warps they make do with fewer."""
+        return min(self.tile.producer_registers, 32) if self.exchange else self.tile.producer_registers
+
+    @property
+    def math_registers(self) -> int:
+        """setmaxnreg of the math warps: the tile's, or what the other warps leave of the launch's."""
+        others = self.threads // 128 - self.tile.math_warpgroups
+        left = self.launch_registers * self.threads // 128 - others * self.producer_registers
+        left = left // self.tile.math_warpgroups // 8 * 8
+        return min(self.tile.math_registers, left) if self.exchange else self.tile.math_registers
 
     # ------------------------------------------------------------------------------------------------ shared memory
     @property
@@ -255,6 +298,19 @@ class KernelConfig:
     def table_words(self) -> int:
         """32-bit words of the scheduler's tables (see scheduler.py)."""
         return 12 * self.table_experts + 16
+
+    @property
+    def route_table_experts(self) -> int:
+        """Expert slots of the tables that count this rank's routes: all experts of the layer."""
+        return -(-self.layer.num_experts // 32) * 32
+
+    @property
+    def exchange_words(self) -> int:
+        """32-bit words of the exchange's tables (see exchange.py); 0 without one."""
+        if not self.exchange:
+            return 0
+        local, ranks = self.layer.num_local_experts, self.layer.ep_size
+        return 2 * self.route_table_experts + 2 * self.layer.num_experts + local + 4 * ranks
 
     @property
     def pass_tokens(self) -> int:
@@ -286,7 +342,7 @@ class KernelConfig:
         """Shared memory besides the stages, alignment slack included."""
         barriers = 8 * (4 * self.tile.max_stages + 3 * RING_SLOTS)
         rows = RING_SLOTS * self.tile.widest * 4 * self.row_words
-        tables = self.table_words * 4 + RING_SLOTS * 32 + 512
+        tables = (self.table_words + self.exchange_words) * 4 + RING_SLOTS * 32 + 512
         return 1024 + 512 + barriers + rows + tables + self.tile.math_warpgroups * self.staging_bytes
 
     @property
@@ -308,7 +364,7 @@ class KernelConfig:
 
     def facts(self) -> dict:
         """Everything that distinguishes one compiled kernel from another, JSON-ready."""
-        return {"layer": asdict(self.layer), "tile": asdict(self.tile)}
+        return {"layer": asdict(self.layer), "tile": asdict(self.tile), "all_ranks": self.all_ranks}
 
 
 # Registers: the launch owns 168 * 384 of them; 232 * 256 + 40 * 128 is all of that.
@@ -333,11 +389,11 @@ def choose_tile(layer: LayerSpec, num_tokens: int, num_sms: int = 132) -> TileCo
     """The tile configuration for a bucket of `num_tokens` tokens, from the mean rows of an expert; pure.
 
     Args:
-        layer: the layer; its `num_local_experts` must be all experts the tokens can name (EP = 1).
-        num_tokens: the bucket's largest T.
+        layer: the layer.
+        num_tokens: the bucket's largest T per rank.
         num_sms: multiprocessors of the GPU.
     """
-    mean = num_tokens * layer.top_k / layer.num_local_experts
+    mean = num_tokens * layer.top_k / layer.num_local_experts  # every rank sends as many as it receives
     waves = layer.num_local_experts * layer.fc1_records / 2 / num_sms
     half = waves < FEW_WAVES
     if mean <= 6:

@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
+from .waits import COUNT_BITS
 
 
 def _runs(count: int):
@@ -142,19 +143,37 @@ def fc1_bf16(
 
 
 @cute.jit
+def _result_row(cfg, bases: Int32, results: Int64, word, row_bytes: cutlass.Constexpr):
+    """Address of the result row of a route; with several ranks `word` also names the token owner (scheduler.token_warp)."""
+    if const_expr(cfg.layer.ep_size == 1):
+        return results + Int64(word) * row_bytes
+    return ptx.lds64(bases + (word >> COUNT_BITS) * 8) + results + Int64(word & ((1 << COUNT_BITS) - 1)) * row_bytes
+
+
+@cute.jit
 def fc2_direct(
-    cfg, n: cutlass.Constexpr, accs, expert_scales, rows_at: Int32, results: Int64, column0, valid, lane, warp4
+    cfg,
+    n: cutlass.Constexpr,
+    accs,
+    expert_scales,
+    rows_at: Int32,
+    bases: Int32,
+    results: Int64,
+    column0,
+    valid,
 ):
     """bf16 result rows straight from registers: 8 lanes fill one 32-byte sector."""
     hidden = const_expr(cfg.layer.hidden_size)
     alpha = expert_scales[2]
-    column = column0 + warp4 * 16 + lane // 4 * 2
+    thread = ptx.thread_index()  # read here: kept over the tile loop, what follows from it would be spilled
+    lane = thread % 32
+    column = column0 + thread // 32 % 4 * 16 + lane // 4 * 2
     for c in cutlass.range_constexpr(n // 8):
         token = c * 8 + (lane % 4) * 2
         routes = ptx.lds_pair(rows_at + token * 4)
         for i in cutlass.range_constexpr(2):
             if token + i < valid:
-                row = results + (Int64(routes[i]) * hidden + column) * 2
+                row = _result_row(cfg, bases, results, routes[i], hidden * 2) + column * 2
                 for m in cutlass.range_constexpr(cfg.tile.m64_per_warpgroup):
                     if column + m * 64 < hidden:
                         low = ptx.mul_rn(accs[m][4 * c + i], alpha)
@@ -223,6 +242,7 @@ def fc2_encoded(
     expert_scales,
     staging: Int32,
     rows_at: Int32,
+    bases: Int32,
     results: Int64,
     result_scales: Int64,
     column0,
@@ -255,9 +275,10 @@ def fc2_encoded(
                 column = column0 + m * 64 + chunk * 8
                 words = ptx.lds128(staging + token * pitch + chunk * 16)
                 store = Int32(1) if p0 + token < valid and column < hidden else Int32(0)
-                route = Int64(ptx.lds32(rows_at + (p0 + token) * 4))
-                data = results + route * layer.data_row_bytes
-                scale = result_scales + route * layer.scale_row_bytes
+                route = ptx.lds32(rows_at + (p0 + token) * 4)
+                route = route if store != 0 else Int32(0)
+                data = _result_row(cfg, bases, results, route, layer.data_row_bytes)
+                scale = _result_row(cfg, bases, result_scales, route, layer.scale_row_bytes)
                 if const_expr(layer.combine_format == "fp8"):
                     first = store if chunk % 4 == 0 else Int32(0)
                     _encode_fp8(words, data + column, scale + column // 32, store, first)

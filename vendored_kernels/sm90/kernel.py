@@ -63,10 +63,25 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx
-from . import epilogue, mainloop, reduce, scheduler, staging
-from .config import K_STEP, RING_SLOTS, KernelConfig
+from ..launch import RANK_OPERANDS
+from . import epilogue, exchange, mainloop, reduce, scheduler, staging
+from .config import DISPATCH_WARPS, K_STEP, RING_SLOTS, KernelConfig
+from .exchange import PRODUCER_BARRIER, ExchangeOffsets
 from .scheduler import BANK_WORDS, END, EXIT_WORD, FC1, FC2_DONE, FIRST_BANK, STAGED, TableOffsets
-from .waits import SITE_FC2, wait_at_least
+from .sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED
+from .waits import (
+    ABORT,
+    ABORT_AT,
+    CONTROL_BYTES,
+    ERROR,
+    LAUNCH,
+    PEERS,
+    RANK,
+    SITE_FC2,
+    TIMEOUT,
+    TOKENS,
+    wait_at_least,
+)
 
 MATH_BARRIER = 9
 """Named barrier of all math warps; 1 and 2 are the warpgroups' own, 10 the scheduler's."""
@@ -96,19 +111,38 @@ class Sm90MegaMoeNvfp4Kernel:
         row_meta: Int64,
         route_rows: Int64,
         h: Int64,
-        results: Int64,
-        result_scales: Int64,
         counters: Int64,
         ready: Int64,
+        pool_ready: Int64,
         epoch: Int64,
+        expected_returns: Int64,
         error: Int64,
-        abort: Int64,
         timeout_ns: Int64,
+        peers: Int64,
+        abort_at: Int64,
+        header_at: Int64,
+        cells_at: Int64,
+        returns_at: Int64,
+        index_at: Int64,
+        payload_at: Int64,
+        payload_scales_at: Int64,
+        route_weights_at: Int64,
+        results_at: Int64,
+        result_scales_at: Int64,
+        rank_operands: Int64,
+        local_stride: Int64,
         pool_rows: Int32,
         ready_words: Int32,
+        pool_ready_words: Int32,
+        index_row_words: Int32,
+        payload_row_bytes: Int32,
+        payload_scale_row_bytes: Int32,
         ids_are_64: Int32,
-        fault_ctas: Int32,
+        fault_step: Int32,
+        dry: Int32,
         lag: Int32,
+        rank: Int32,
+        ctas_per_rank: Int32,
         grid: Int32,
         stream,
     ):
@@ -119,7 +153,10 @@ class Sm90MegaMoeNvfp4Kernel:
         views = []
         for base, width in ((pool, layer.hidden_size), (h, layer.intermediate_size)):
             pointer = cute.make_ptr(Float16, base, AddressSpace.gmem, assumed_align=128)
-            views.append(cute.make_tensor(pointer, cute.make_layout((pool_rows, width), stride=(width, 1))))
+            shape, stride = (pool_rows, width), (width, 1)
+            if const_expr(cfg.all_ranks):
+                shape, stride = (*shape, layer.ep_size), (*stride, local_stride // 2)
+            views.append(cute.make_tensor(pointer, cute.make_layout(shape, stride=stride)))
         maps = []
         for n in tile.token_widths:
             box = (n, K_STEP * cfg.steps_per_stage)
@@ -138,10 +175,11 @@ class Sm90MegaMoeNvfp4Kernel:
             iempty: cute.struct.MemRange[Int64, RING_SLOTS]
             done: cute.struct.MemRange[Int64, RING_SLOTS]
             info: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * 8], 16]
-            control: cute.struct.Align[cute.struct.MemRange[Int32, 2], 8]
+            control: cute.struct.Align[cute.struct.MemRange[Int32, CONTROL_BYTES // 4], 16]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, staging.BATCH_TOKENS], 16]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * tile.widest * cfg.row_words], 16]
             table: cute.struct.Align[cute.struct.MemRange[Int32, cfg.table_words], 16]
+            exchange: cute.struct.Align[cute.struct.MemRange[Int32, max(cfg.exchange_words, 4)], 16]
             staging: cute.struct.Align[cute.struct.MemRange[Uint8, tile.math_warpgroups * cfg.staging_bytes], 128]
             tokens: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.token_stages * cfg.token_stage_bytes], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.weight_stages * cfg.weight_stage_bytes], 128]
@@ -163,19 +201,38 @@ class Sm90MegaMoeNvfp4Kernel:
             row_meta,
             route_rows,
             h,
-            results,
-            result_scales,
             counters,
             ready,
+            pool_ready,
             epoch,
+            expected_returns,
             error,
-            abort,
             timeout_ns,
+            peers,
+            abort_at,
+            header_at,
+            cells_at,
+            returns_at,
+            index_at,
+            payload_at,
+            payload_scales_at,
+            route_weights_at,
+            results_at,
+            result_scales_at,
+            rank_operands,
+            local_stride,
             ready_words,
+            pool_ready_words,
+            index_row_words,
+            payload_row_bytes,
+            payload_scale_row_bytes,
             ids_are_64,
-            fault_ctas,
+            fault_step,
+            dry,
             lag,
-        ).launch(grid=[grid, 1, 1], block=[tile.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
+            rank,
+            ctas_per_rank,
+        ).launch(grid=[grid, 1, 1], block=[cfg.threads, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
     def kernel(
@@ -195,18 +252,37 @@ class Sm90MegaMoeNvfp4Kernel:
         row_meta: Int64,
         route_rows: Int64,
         h: Int64,
-        results: Int64,
-        result_scales: Int64,
         counters: Int64,
         ready: Int64,
+        pool_ready: Int64,
         epoch: Int64,
+        expected_returns: Int64,
         error: Int64,
-        abort: Int64,
         timeout_ns: Int64,
+        peers: Int64,
+        abort_at: Int64,
+        header_at: Int64,
+        cells_at: Int64,
+        returns_at: Int64,
+        index_at: Int64,
+        payload_at: Int64,
+        payload_scales_at: Int64,
+        route_weights_at: Int64,
+        results_at: Int64,
+        result_scales_at: Int64,
+        rank_operands: Int64,
+        local_stride: Int64,
         ready_words: Int32,
+        pool_ready_words: Int32,
+        index_row_words: Int32,
+        payload_row_bytes: Int32,
+        payload_scale_row_bytes: Int32,
         ids_are_64: Int32,
-        fault_ctas: Int32,
+        fault_step: Int32,
+        dry: Int32,
         lag: Int32,
+        rank: Int32,
+        ctas_per_rank: Int32,
     ):
         """The device side: set up, count routes, then the roles."""
         cfg = self.cfg
@@ -215,6 +291,19 @@ class Sm90MegaMoeNvfp4Kernel:
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         gdim, _, _ = cute.arch.grid_dim()
+        map_rank = Int32(0)
+        if const_expr(cfg.all_ranks):
+            map_rank = bidx // ctas_per_rank
+            bidx, gdim = bidx - map_rank * ctas_per_rank, ctas_per_rank
+            rank = rank + map_rank
+            row = rank_operands + Int64(map_rank) * (8 * len(RANK_OPERANDS))
+            x, ids, route_weights, num_tokens = (ptx.ldg64(row + 8 * i) for i in range(4))
+            y, w1, w2, scales = (ptx.ldg64(row + 8 * i) for i in range(4, 8))
+            shift = Int64(map_rank) * local_stride
+            row_scale, row_weight, row_meta = row_scale + shift, row_weight + shift, row_meta + shift
+            pool, h, counters, ready = pool + shift, h + shift, counters + shift, ready + shift
+            pool_ready, epoch, expected_returns = pool_ready + shift, epoch + shift, expected_returns + shift
+            error = error + Int64(map_rank) * 64
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
         memory = cutlass.utils.SmemAllocator().allocate(self.storage)
@@ -226,9 +315,14 @@ class Sm90MegaMoeNvfp4Kernel:
         table, rows_at = Int32(memory.table.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
         maxima, control = Int32(memory.maxima.data_ptr().toint()), Int32(memory.control.data_ptr().toint())
         staging_at, weights_at = Int32(memory.staging.data_ptr().toint()), Int32(memory.weights.data_ptr().toint())
+        ex = Int32(memory.exchange.data_ptr().toint())
         tokens_at = memory.tokens.data_ptr().toint()
         at = const_expr(TableOffsets(cfg.table_experts))
         counts, cursors = table + at.rows, table + at.cursors
+        bases = ex
+        if const_expr(cfg.exchange):
+            counts, cursors = ex + const_expr(ExchangeOffsets(cfg)).counts, ex + const_expr(ExchangeOffsets(cfg)).cursors
+            bases = ex + const_expr(ExchangeOffsets(cfg)).peers
 
         if warp == 0:
             for i in cutlass.range_constexpr(len(tile.token_widths)):
@@ -245,93 +339,167 @@ class Sm90MegaMoeNvfp4Kernel:
                 cute.arch.mbarrier_init(ifull + i, 1)
                 cute.arch.mbarrier_init(iempty + i, 2)
                 cute.arch.mbarrier_init(done + i, math_warps)
+        abort = abort_at
+        if const_expr(cfg.exchange):
+            abort = ptx.ldg64(peers + Int64(rank) * 8) + abort_at
         # One round trip for all three; the launch number's parity picks the bank.
         tokens, launch, aborted = ptx.ldg32(num_tokens), ptx.ldg32(epoch), ptx.ldg32(abort)
-        if tidx == 0:  # what the end of the launch needs again; registers are too precious for it
-            ptx.sts32(control, launch)
-            ptx.sts32(control + 4, tokens)
+        if tidx == 0:  # what waits and the end of the launch need; registers are too precious for it
+            ptx.sts64(control + LAUNCH, ptx.ldg64(epoch))
+            ptx.sts32(control + TOKENS, tokens)
+            ptx.sts32(control + RANK, rank)
+            ptx.sts64(control + ERROR, error)
+            ptx.sts64(control + ABORT, abort)
+            ptx.sts64(control + TIMEOUT, timeout_ns)
+            ptx.sts64(control + PEERS, peers)
+            ptx.sts64(control + ABORT_AT, abort_at)
         i = tidx
-        while i < const_expr(cfg.table_experts):
+        while i < const_expr(cfg.route_table_experts if cfg.exchange else cfg.table_experts):
             ptx.sts32(counts + i * 4, 0)
             ptx.sts32(cursors + i * 4, 0)
-            i = i + tile.threads
+            i = i + cfg.threads
+        if const_expr(cfg.exchange):
+            i = tidx
+            while i < const_expr(cfg.table_experts):  # experts that only pad the table have no rows
+                ptx.sts32(table + at.rows + i * 4, 0)
+                i = i + cfg.threads
+            exchange.load_peers(cfg, ex, peers, tidx)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if aborted == 0:
+        if aborted == 0 and dry == 0:
             bank_index = launch & 1
             bank = counters + Int64(FIRST_BANK + bank_index * BANK_WORDS) * 4
             ready_bank = ready + Int64(bank_index * ready_words) * 4
+            pool_bank = pool_ready + Int64(bank_index * pool_ready_words) * 4
             first_token = tokens * bidx // gdim
             own_tokens = tokens * (bidx + 1) // gdim - first_token
-            staging_ctas = (tokens if tokens < gdim else gdim) + fault_ctas  # those with at least one token
+            staging_ctas = tokens if tokens < gdim else gdim  # those with at least one token
+            staging_ctas = staging_ctas + (Int32(1) if fault_step == FAULT_STAGED else Int32(0))
             staging.count_routes(
                 cfg, counts, cursors, ids, ids_are_64, tokens * layer.top_k, first_token * layer.top_k, tidx
             )
             cute.arch.sync_threads()
-            if warp == 0:
+            if const_expr(cfg.exchange):
+                exchange.lay_out_sends(cfg, ex, warp, lane)
+            elif warp == 0:
                 staging.lay_out_pool(cfg, counts, table + at.first_row, cursors, lane)
             cute.arch.sync_threads()
             if warp >= math_warps:
-                cute.arch.setmaxregister_decrease(tile.producer_registers)
-                blocks = scheduler.build_table(cfg, table, lag, tidx - math_warps * 32)
-                if warp == math_warps:
-                    scheduler.weight_warp(cfg, bars, table, blocks, info, weights_at, w1, w2, bank, bidx, gdim, lane)
-                elif warp == math_warps + 1:
-                    scheduler.token_warp(
-                        cfg,
+                cute.arch.setmaxregister_decrease(cfg.producer_registers)
+                producer = tidx - math_warps * 32
+                if const_expr(cfg.exchange):
+                    if bidx == 0 and warp >= math_warps + 4 and fault_step != FAULT_PUBLISH:
+                        exchange.publish(
+                            cfg, ex, control, bank + STAGED * 4, staging_ctas, cells_at, header_at, producer - 128
+                        )
+                    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
+                if warp < math_warps + 4:
+                    blocks, live = scheduler.build_table(cfg, table, lag, producer)
+                    if const_expr(cfg.exchange):
+                        exchange.share_table(cfg, ex, blocks, live, producer)
+                    self.single_warps(
                         bars,
+                        table,
+                        blocks,
                         info,
                         rows_at,
+                        weights_at,
                         tokens_at,
                         maps,
+                        map_rank,
+                        control,
+                        ex,
+                        w1,
+                        w2,
                         row_meta,
                         row_scale,
                         row_weight,
                         bank,
                         ready_bank,
-                        staging_ctas,
-                        error,
-                        abort,
-                        timeout_ns,
-                        launch,
-                        lane,
-                    )
-                elif warp == math_warps + 2:
-                    scheduler.release_warp(cfg, bars, info, bank, ready_bank, lane)
-                else:
-                    other = 1 - bank_index
-                    scheduler.clear_warp(
-                        counters + Int64(FIRST_BANK + other * BANK_WORDS) * 4,
-                        ready + Int64(other * ready_words) * 4,
+                        pool_bank,
+                        counters + Int64(FIRST_BANK + (1 - bank_index) * BANK_WORDS) * 4,
+                        ready + Int64((1 - bank_index) * ready_words) * 4,
                         ready_words,
+                        pool_ready + Int64((1 - bank_index) * pool_ready_words) * 4,
+                        pool_ready_words,
+                        returns_at,
+                        fault_step,
+                        staging_ctas,
                         bidx,
                         gdim,
+                        warp - math_warps,
                         lane,
                     )
+                elif const_expr(cfg.exchange):
+                    exchange.await_table(cfg)
+                    if fault_step != FAULT_PULL:
+                        exchange.pull(
+                            cfg,
+                            ex,
+                            table,
+                            control,
+                            pool,
+                            row_meta,
+                            row_scale,
+                            row_weight,
+                            pool_bank,
+                            index_at,
+                            index_row_words,
+                            payload_at,
+                            payload_row_bytes,
+                            payload_scales_at,
+                            payload_scale_row_bytes,
+                            route_weights_at,
+                            bidx,
+                            gdim,
+                            warp - (math_warps + 4),
+                            lane,
+                        )
             else:
-                cute.arch.setmaxregister_increase(tile.math_registers)
-                staging.place_routes(
-                    cfg,
-                    cursors,
-                    ids,
-                    ids_are_64,
-                    route_weights,
-                    row_meta,
-                    row_weight,
-                    route_rows,
-                    first_token * layer.top_k,
-                    own_tokens * layer.top_k,
-                    tidx,
-                )
-                cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
+                cute.arch.setmaxregister_increase(cfg.math_registers)
+                first_route, own_routes = first_token * layer.top_k, own_tokens * layer.top_k
+                target = (pool,)
+                if const_expr(cfg.exchange):
+                    exchange.place_routes(
+                        cfg,
+                        ex,
+                        ids,
+                        ids_are_64,
+                        route_weights,
+                        index_at,
+                        index_row_words,
+                        route_weights_at,
+                        rank,
+                        first_route,
+                        own_routes,
+                        tidx,
+                    )
+                    own = ptx.lds64(bases + rank * 8)
+                    target = (own + payload_at, payload_row_bytes, own + payload_scales_at, payload_scale_row_bytes)
+                else:
+                    staging.place_routes(
+                        cfg,
+                        cursors,
+                        ids,
+                        ids_are_64,
+                        route_weights,
+                        row_meta,
+                        row_weight,
+                        route_rows,
+                        first_route,
+                        own_routes,
+                        tidx,
+                    )
+                    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
                 if const_expr(layer.activation_mode == "nvfp4"):
                     qs = ptx.as_float(ptx.ldg32(scales + layer.num_local_experts * 16))
-                    staging.stage_nvfp4(cfg, x, pool, route_rows, qs, first_token, own_tokens, warp, lane)
+                    staging.stage_nvfp4(cfg, x, target, route_rows, qs, first_token, own_tokens, warp, lane)
                 else:
                     staging.stage_bf16(
                         cfg,
                         x,
-                        pool,
+                        target,
                         route_rows,
                         row_scale,
                         maxima,
@@ -342,7 +510,8 @@ class Sm90MegaMoeNvfp4Kernel:
                         tidx,
                         MATH_BARRIER,
                     )
-                ptx.fence_proxy_async()
+                if const_expr(not cfg.exchange):
+                    ptx.fence_proxy_async()
                 cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
                 if tidx == 0 and own_tokens > 0:
                     ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
@@ -355,21 +524,30 @@ class Sm90MegaMoeNvfp4Kernel:
                     Int32(tokens_at),
                     scales,
                     h,
-                    results,
-                    result_scales,
+                    bases,
+                    results_at,
+                    result_scales_at,
                     tidx,
                     warp,
                     lane,
                 )
-                launch = ptx.lds32(control)
-                tokens = ptx.lds32(control + 4)
+                launch = ptx.lds32(control + LAUNCH)
+                tokens = ptx.lds32(control + TOKENS)
                 first_token = tokens * bidx // gdim
                 own_tokens = tokens * (bidx + 1) // gdim - first_token
-                if own_tokens > 0:
+                results, result_scales = results_at, result_scales_at
+                if const_expr(cfg.exchange):
+                    own = ptx.lds64(bases + ptx.lds32(control + RANK) * 8)
+                    results, result_scales = own + results_at, own + result_scales_at
+                    if warp == 0 and (own_tokens > 0 or bidx == 0):
+                        exchange.wait_for_own_rows(cfg, ex, control, returns_at, expected_returns, lane)
+                    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
+                elif own_tokens > 0:
                     if lane == 0:
                         done_counter = counters + Int64(FIRST_BANK + (launch & 1) * BANK_WORDS + FC2_DONE) * 4
-                        wait_at_least(done_counter, fc2_tiles, error, abort, timeout_ns, SITE_FC2, 0, launch)
+                        wait_at_least(done_counter, fc2_tiles, control, 1, SITE_FC2, 0)
                     cute.arch.sync_warp()
+                if own_tokens > 0:
                     reduce.sum_routes(
                         cfg,
                         ids,
@@ -386,8 +564,81 @@ class Sm90MegaMoeNvfp4Kernel:
                 if tidx == 0:
                     if ptx.flag_fetch_add_acq_rel_gpu(counters + EXIT_WORD * 4, 1) == gdim - 1:
                         ptx.stg32(counters + EXIT_WORD * 4, 0)
-                        if ptx.flag_load_acquire_sys(abort) == 0:
-                            ptx.stg64(epoch, ptx.ldg64(epoch) + 1)
+                        if ptx.flag_load_acquire_sys(ptx.lds64(control + ABORT)) == 0:
+                            if const_expr(cfg.exchange):
+                                exchange.advance_expected(cfg, ex, expected_returns)
+                            ptx.stg64(epoch, ptx.lds64(control + LAUNCH) + 1)
+
+    @cute.jit
+    def single_warps(
+        self,
+        bars,
+        table: Int32,
+        blocks,
+        info: Int32,
+        rows_at: Int32,
+        weights_at: Int32,
+        tokens_at: Int32,
+        maps: tuple,
+        map_rank,
+        control: Int32,
+        ex: Int32,
+        w1: Int64,
+        w2: Int64,
+        row_meta: Int64,
+        row_scale: Int64,
+        row_weight: Int64,
+        bank: Int64,
+        ready_bank: Int64,
+        pool_bank: Int64,
+        other_bank: Int64,
+        other_ready: Int64,
+        ready_words,
+        other_pool: Int64,
+        pool_ready_words,
+        returns_at: Int64,
+        fault_step,
+        staging_ctas,
+        bidx,
+        gdim,
+        role,
+        lane,
+    ):
+        """W, T, R and Z."""
+        cfg = self.cfg
+        if role == 0:
+            scheduler.weight_warp(cfg, bars, table, blocks, info, weights_at, w1, w2, bank, bidx, gdim, lane)
+        elif role == 1:
+            scheduler.token_warp(
+                cfg,
+                bars,
+                info,
+                rows_at,
+                tokens_at,
+                maps,
+                table,
+                control,
+                row_meta,
+                row_scale,
+                row_weight,
+                bank,
+                ready_bank,
+                pool_bank,
+                staging_ctas,
+                exchange.pieces_per_row(cfg) if cfg.exchange else 0,
+                map_rank,
+                lane,
+            )
+        elif role == 2:
+            if const_expr(cfg.exchange):
+                context = (ex, table, control, returns_at, fault_step)
+                scheduler.release_warp(cfg, bars, info, bank, ready_bank, exchange.give_back, context, lane)
+            else:
+                scheduler.release_warp(cfg, bars, info, bank, ready_bank, None, (), lane)
+        else:
+            scheduler.clear_warp(
+                other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane
+            )
 
     @cute.jit
     def math(
@@ -400,6 +651,7 @@ class Sm90MegaMoeNvfp4Kernel:
         tokens_at: Int32,
         scales: Int64,
         h: Int64,
+        bases: Int32,
         results: Int64,
         result_scales: Int64,
         tidx,
@@ -484,7 +736,7 @@ class Sm90MegaMoeNvfp4Kernel:
                             column0 = row_tile * tile.rows + wg * 64 * m64
                             if const_expr(layer.combine_format == "bf16"):
                                 epilogue.fc2_direct(
-                                    cfg, n, accs, expert_scales, tile_rows, results, column0, valid, lane, warp4
+                                    cfg, n, accs, expert_scales, tile_rows, bases, results, column0, valid
                                 )
                             else:
                                 for m in cutlass.range_constexpr(m64):
@@ -496,6 +748,7 @@ class Sm90MegaMoeNvfp4Kernel:
                                         expert_scales,
                                         my_staging,
                                         tile_rows,
+                                        bases,
                                         results,
                                         result_scales,
                                         column0,

@@ -16,8 +16,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx
-from .config import K_STEP, RECORD_BYTES, RING_SLOTS
-from .waits import SITE_FC1, SITE_STAGED, wait_at_least
+from .config import K_STEP, POOL_BLOCK_ROWS, RECORD_BYTES, RING_SLOTS
+from .waits import COUNT_BITS, RANK, SITE_FC1, SITE_POOL, SITE_STAGED, wait_at_least
 
 FC1, FC2, END = 0, 1, 2
 """Kinds of ring entries."""
@@ -54,7 +54,10 @@ class TableOffsets:
 
 @cute.jit
 def build_table(cfg, tab: Int32, lag, thread):
-    """The four producer warps together: the segment table from the experts' row counts; returns all token blocks."""
+    """The four producer warps together: the segment table from the experts' row counts.
+
+    Returns all token blocks and the number of experts that have any.
+    """
     at = const_expr(TableOffsets(cfg.table_experts))
     experts = const_expr(cfg.layer.num_local_experts)
     r1, r2 = const_expr(cfg.fc1_row_tiles), const_expr(cfg.fc2_row_tiles)
@@ -132,7 +135,7 @@ def build_table(cfg, tab: Int32, lag, thread):
     if thread == 0:
         ptx.sts32(tab + at.segment_start + live * 8, (r1 + r2) * total)
     cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
-    return total
+    return total, live
 
 
 @cute.jit
@@ -233,19 +236,24 @@ def token_warp(
     rows_at: Int32,
     tokens_at: Int32,
     maps: tuple,
+    table: Int32,
+    control: Int32,
     pool_meta: Int64,
     row_scale: Int64,
     row_weight: Int64,
     bank: Int64,
     ready: Int64,
+    pool_ready: Int64,
     staging_ctas,
-    error: Int64,
-    abort: Int64,
-    timeout_ns: Int64,
-    epoch,
+    row_pieces: cutlass.Constexpr,
+    map_rank,
     lane,
 ):
-    """T: waits until a tile's tokens are readable, then TMA-loads them; fetches each row's route, scale or weight."""
+    """T: waits until a tile's tokens are readable, then TMA-loads them; fetches each row's route, scale or weight.
+
+    `row_pieces`: arrivals per pool row on `pool_ready`; 0 where tokens are staged by this rank alone.
+    """
+    ranks = const_expr(cfg.layer.ep_size)
     _wfull, _wempty, full, empty, ifull, iempty, _done = bars
     layer, tile = cfg.layer, cfg.tile
     per_stage = const_expr(cfg.steps_per_stage)
@@ -255,10 +263,12 @@ def token_warp(
     kind = Int32(FC1)
     staged = Int32(0)
     gave_up = Int32(0)
+    at = const_expr(TableOffsets(cfg.table_experts))
     while kind != END:
         cute.arch.mbarrier_wait(ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
         kind = ptx.lds32(entry)
+        expert = ptx.lds32(entry + 4)
         row0 = ptx.lds32(entry + 12)
         valid = ptx.lds32(entry + 16)
         counter = ptx.lds32(entry + 20)
@@ -268,35 +278,42 @@ def token_warp(
             cute.arch.mbarrier_arrive(iempty + slot)
         mine = rows_at + slot * (widest * 4 * cfg.row_words)
         if kind != END:
-            if staged == 0:
-                if gave_up == 0:
+            if gave_up == 0:
+                if kind == FC2:
                     gave_up = wait_at_least(
-                        bank + STAGED * 4, staging_ctas, error, abort, timeout_ns, SITE_STAGED, 0, epoch
+                        ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
                     )
-                staged = Int32(1)
+                elif const_expr(row_pieces > 0):
+                    # Lane l waits for the l-th 32-row block of the pool that the tile touches.
+                    block = row0 // POOL_BLOCK_ROWS + lane
+                    first = block * POOL_BLOCK_ROWS
+                    if first < row0 + valid:
+                        end = ptx.lds32(table + at.first_row + expert * 4) + ptx.lds32(table + at.rows + expert * 4)
+                        rows = end - first if end - first < POOL_BLOCK_ROWS else Int32(POOL_BLOCK_ROWS)
+                        gave_up = wait_at_least(
+                            pool_ready + Int64(block) * 4, rows * row_pieces, control, ranks, SITE_POOL, block
+                        )
+                    gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
+                elif staged == 0:
+                    gave_up = wait_at_least(bank + STAGED * 4, staging_ctas, control, ranks, SITE_STAGED, 0)
+                    staged = Int32(1)
             j = lane
             while j < valid:
                 row = Int64(row0 + j)
                 if kind == FC2:
-                    ptx.sts32(mine + j * 4, ptx.ldg32(pool_meta + row * 8 + 4))
+                    # After a failure nothing says whose rows these are: they go to a row of this rank.
+                    source, route = ptx.ldg_pair_if(pool_meta + row * 8, Int32(1) - gave_up)
+                    word = route
+                    if const_expr(ranks > 1):
+                        source = source if gave_up == 0 else ptx.lds32(control + RANK)
+                        word = route + source * (1 << COUNT_BITS)
+                    ptx.sts32(mine + j * 4, word)
                 else:
                     if const_expr(layer.activation_mode == "bf16"):
                         ptx.sts32(mine + j * 4, ptx.ldg32(row_scale + row * 4))
                     if const_expr(layer.weigh_before_requant):
                         ptx.sts32(mine + (widest + j) * 4, ptx.ldg32(row_weight + row * 4))
                 j = j + 32
-            if kind == FC2:
-                if gave_up == 0:
-                    gave_up = wait_at_least(
-                        ready + Int64(counter) * 4,
-                        cfg.fc1_row_tiles,
-                        error,
-                        abort,
-                        timeout_ns,
-                        SITE_FC1,
-                        counter,
-                        epoch,
-                    )
             ptx.fence_proxy_async()
             cute.arch.sync_warp()
         for v in cutlass.range_constexpr(len(tile.token_widths) * 2):
@@ -309,6 +326,8 @@ def token_warp(
                 )
                 pointer = cute.make_ptr(Float16, tokens_at, AddressSpace.smem, assumed_align=1024)
                 smem = cute.make_tensor(cute.recast_ptr(pointer, one.inner, dtype=Float16), layout)
+                if const_expr(cfg.all_ranks):
+                    tensor = tensor[(None, None, map_rank)]
                 gmem = cute.local_tile(cute.domain_offset((row0, 0), tensor), (n, K_STEP * per_stage), (0, None))
                 ts, tg = cpasync.tma_partition(
                     atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
@@ -330,8 +349,12 @@ def token_warp(
 
 
 @cute.jit
-def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, lane):
-    """R: publishes finished tiles, so that no math warp waits for a release."""
+def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, give_back: cutlass.Constexpr, context: tuple, lane):
+    """R: publishes finished tiles, so that no math warp waits for a release.
+
+    `give_back(cfg, *context, expert, row0, valid, lane)` announces the result rows of an fc2 tile to other ranks; None
+    where there are none.
+    """
     _wfull, _wempty, _tfull, _tempty, ifull, iempty, done = bars
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(FC1)
@@ -339,16 +362,21 @@ def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, lane):
         cute.arch.mbarrier_wait(ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
         kind = ptx.lds32(entry)
-        counter = ptx.lds32(entry + 20)
+        expert, row0 = ptx.lds32(entry + 4), ptx.lds32(entry + 12)
+        valid, counter = ptx.lds32(entry + 16), ptx.lds32(entry + 20)
         if kind != END:
             cute.arch.mbarrier_wait(done + slot, slot_phase)
         cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
-        if lane == 0:
-            if kind == FC1:
+        if kind == FC1:
+            if lane == 0:
                 ptx.fence_proxy_async()
                 ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
-            elif kind == FC2:
+        elif kind == FC2:
+            if const_expr(give_back is not None):
+                give_back(cfg, *context, expert, row0, valid, lane)
+            elif lane == 0:
                 ptx.flag_add_release_gpu(bank + FC2_DONE * 4, 1)
+        if lane == 0:
             cute.arch.mbarrier_arrive(iempty + slot)
         slot = slot + 1
         if slot == RING_SLOTS:
@@ -357,11 +385,15 @@ def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, lane):
 
 
 @cute.jit
-def clear_warp(next_bank: Int64, next_ready: Int64, ready_words, bidx, gdim, lane):
+def clear_warp(next_bank: Int64, next_ready: Int64, ready_words, next_pool_ready: Int64, pool_ready_words, bidx, gdim, lane):
     """Z: zeroes the other bank; the stream orders it before the next launch."""
     i = bidx * 32 + lane
     while i < ready_words:
         ptx.stg32(next_ready + Int64(i) * 4, 0)
+        i = i + gdim * 32
+    i = bidx * 32 + lane
+    while i < pool_ready_words:
+        ptx.stg32(next_pool_ready + Int64(i) * 4, 0)
         i = i + gdim * 32
     if bidx == 0:
         ptx.stg32(next_bank + Int64(lane) * 4, 0)

@@ -6,7 +6,26 @@ SITE_STAGED = 1
 SITE_FC1 = 2
 """Token warp: a token block of fc1 output (index: block; expected: fc1 row tiles)."""
 SITE_FC2 = 3
-"""Math warps: all result rows of this launch (index: none; expected: fc2 tiles)."""
+"""Math warps, one rank: all result rows of this launch (index: none; expected: fc2 tiles)."""
+SITE_CELLS = 4
+"""Producer warps: the size cells of every source (index: source * local experts + expert; expected: the launch's tag)."""
+SITE_POOL = 5
+"""Token warp: pulled rows of a 32-row pool block (index: block; expected: row pieces)."""
+SITE_RETURNS = 6
+"""Math warps: result rows from an expert owner (index: that rank; expected: cumulative pieces)."""
+SITE_HEADER = 7
+"""Publisher: a peer's buffer is not the one this rank was built with (index: that rank; expected, seen: header word)."""
 
-SITE_NAMES = {SITE_STAGED: "staged tokens", SITE_FC1: "fc1 output block", SITE_FC2: "fc2 tiles"}
+SITE_NAMES = {
+    SITE_STAGED: "staged tokens",
+    SITE_FC1: "fc1 output block",
+    SITE_FC2: "fc2 tiles",
+    SITE_CELLS: "size cell",
+    SITE_POOL: "pool block",
+    SITE_RETURNS: "returned rows of rank",
+    SITE_HEADER: "header of rank",
+}
 """What the host's error message calls each site."""
+
+FAULT_STAGED, FAULT_PUBLISH, FAULT_PULL, FAULT_RETURN = 1, 2, 3, 4
+"""Values of the launch argument `fault_step`: a rank that stops before this step, for tests of the waits above."""

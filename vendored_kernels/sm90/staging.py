@@ -37,8 +37,8 @@ def load_expert(ids: Int64, index, in_range, ids_are_64, experts: cutlass.Conste
 @cute.jit
 def count_routes(cfg, counts: Int32, cursors: Int32, ids: Int64, ids_are_64, routes, first_own, tidx):
     """Add up ids per expert: those before this CTA's share in `cursors`, all others in `counts` (both zeroed)."""
-    experts = const_expr(cfg.layer.num_local_experts)
-    threads = const_expr(cfg.tile.threads)
+    experts = const_expr(cfg.layer.num_experts)
+    threads = const_expr(cfg.threads)
     i = tidx
     while i < routes:
         found = []
@@ -118,8 +118,13 @@ def _store_rows(top_k: cutlass.Constexpr, hidden: cutlass.Constexpr, pool: Int64
 
 
 @cute.jit
-def stage_nvfp4(cfg, x: Int64, pool: Int64, route_rows: Int64, qs: Float32, first_token, own_tokens, warp, lane):
-    """The f16 value of the NVFP4 quantisation of this CTA's tokens into all their pool rows."""
+def stage_nvfp4(
+    cfg, x: Int64, target: tuple, route_rows: Int64, qs: Float32, first_token, own_tokens, warp, lane
+):
+    """The NVFP4 quantisation of this CTA's tokens: codes and scales for peers to pull, or f16 values to all pool rows.
+
+    `target`: {pool}, or {payload, row stride, scales, scale row stride} with an exchange.
+    """
     hidden, top_k = const_expr(cfg.layer.hidden_size), const_expr(cfg.layer.top_k)
     width = const_expr(COLUMNS_PER_ITEM)
     chunks, pieces = const_expr(-(-hidden // width)), const_expr(width // 256)
@@ -132,11 +137,12 @@ def stage_nvfp4(cfg, x: Int64, pool: Int64, route_rows: Int64, qs: Float32, firs
         local = item // chunks
         token = first_token + local
         base = (item - local * chunks) * width + lane * 8
-        if local != known:
-            slot_row = ptx.ldg32_if(
-                route_rows + Int64(token * top_k + lane) * 4, Int32(1) if lane < top_k else Int32(0)
-            )
-            known = local
+        if const_expr(not cfg.exchange):
+            if local != known:
+                slot_row = ptx.ldg32_if(
+                    route_rows + Int64(token * top_k + lane) * 4, Int32(1) if lane < top_k else Int32(0)
+                )
+                known = local
         loaded, inside = _load_item(x, hidden, token, base, pieces)
         for p in cutlass.range_constexpr(pieces):
             values = []
@@ -145,8 +151,18 @@ def stage_nvfp4(cfg, x: Int64, pool: Int64, route_rows: Int64, qs: Float32, firs
             amax = ptx.abs_max8(values)
             amax = ptx.max_nan(amax, ptx.shuffle_xor1_f(amax))
             scale, inverse = ptx.nvfp4_block_scale(amax, qs)
-            words = [ptx.nvfp4_pair_as_f16(values[2 * w], values[2 * w + 1], inverse, scale) for w in range(4)]
-            _store_rows(top_k, hidden, pool, slot_row, base + p * 256, inside[p], words)
+            column = base + p * 256
+            if const_expr(cfg.exchange):
+                payload, row_bytes, scales, scale_row_bytes = target
+                codes = [ptx.e2m1_pair_codes(values[2 * w], values[2 * w + 1], inverse) << (8 * w) for w in range(4)]
+                word = codes[0] | codes[1] | codes[2] | codes[3]
+                ptx.stg32_if(payload + Int64(token) * Int64(row_bytes) + column // 2, word, inside[p])
+                byte = ptx.e4m3_pair_codes(scale, Float32(0.0)) & 0xFF
+                first = inside[p] if lane % 2 == 0 else Int32(0)
+                ptx.stg8_if(scales + Int64(token) * Int64(scale_row_bytes) + column // 16, byte, first)
+            else:
+                words = [ptx.nvfp4_pair_as_f16(values[2 * w], values[2 * w + 1], inverse, scale) for w in range(4)]
+                _store_rows(top_k, hidden, target[0], slot_row, column, inside[p], words)
         item = item + 1
 
 
@@ -175,7 +191,7 @@ def _find_maxima(cfg, x: Int64, maxima: Int32, first_token, count, warp, lane):
 def stage_bf16(
     cfg,
     x: Int64,
-    pool: Int64,
+    target: tuple,
     route_rows: Int64,
     row_scale: Int64,
     maxima: Int32,
@@ -186,7 +202,10 @@ def stage_bf16(
     mtid,
     barrier_id: cutlass.Constexpr,
 ):
-    """RN16(x * 2^p) of this CTA's tokens into all their pool rows, 2^-p beside them; p from a row's largest value."""
+    """RN16(x * 2^p) of this CTA's tokens, p from a row's largest value, and 2^-p beside them.
+
+    `target` as for :func:`stage_nvfp4`.
+    """
     hidden, top_k = const_expr(cfg.layer.hidden_size), const_expr(cfg.layer.top_k)
     width = const_expr(COLUMNS_PER_ITEM)
     chunks, pieces = const_expr(-(-hidden // width)), const_expr(width // 256)
@@ -208,10 +227,11 @@ def stage_bf16(
             local = item // chunks
             token = first_token + start + local
             base = (item - local * chunks) * width + lane * 8
-            if local != known:
-                mine = Int32(1) if lane < top_k else Int32(0)
-                slot_row = ptx.ldg32_if(route_rows + Int64(token * top_k + lane) * 4, mine)
-                known = local
+            if const_expr(not cfg.exchange):
+                if local != known:
+                    mine = Int32(1) if lane < top_k else Int32(0)
+                    slot_row = ptx.ldg32_if(route_rows + Int64(token * top_k + lane) * 4, mine)
+                    known = local
             loaded, inside = _load_item(x, hidden, token, base, pieces)
             largest = ptx.lds32(maxima + local * 4)
             biased = largest // 128
@@ -224,8 +244,16 @@ def stage_bf16(
                 for w in cutlass.range_constexpr(4):
                     low, high = ptx.unpack_bf16(loaded[piece][w])
                     words.append(ptx.pack_f16_saturating(ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)))
-                _store_rows(top_k, hidden, pool, slot_row, base + piece * 256, inside[piece], words)
-            if base == lane * 8 and slot_row >= 0:  # the row's first item
+                column = base + piece * 256
+                if const_expr(cfg.exchange):
+                    ptx.stg128_if(target[0] + Int64(token) * Int64(target[1]) + column * 2, *words, inside[piece])
+                else:
+                    _store_rows(top_k, hidden, target[0], slot_row, column, inside[piece], words)
+            first = base == lane * 8  # the row's first item
+            if const_expr(cfg.exchange):
+                if first and lane == 0:
+                    ptx.stg32(target[2] + Int64(token) * Int64(target[3]), (Int32(127) - p) * 0x800000)
+            elif first and slot_row >= 0:
                 ptx.stg32(row_scale + Int64(slot_row) * 4, (Int32(127) - p) * 0x800000)
             item = item + 1
         cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
