@@ -223,7 +223,8 @@ class KernelConfig:
         room = MAX_SHARED_BYTES - self.fixed_shared_bytes
         weights = tokens = MIN_STAGES
         if weights * self.weight_stage_bytes + tokens * self.token_stage_bytes > room:
-            raise KernelConfigError(f"tile configuration {self.tile.name!r}: {MIN_STAGES} stages of each ring do not fit")
+            name = self.tile.name
+            raise KernelConfigError(f"tile configuration {name!r}: {MIN_STAGES} stages of each ring do not fit")
         while True:
             used = weights * self.weight_stage_bytes + tokens * self.token_stage_bytes
             more_weights = used + self.weight_stage_bytes <= room and weights < self.tile.max_stages
