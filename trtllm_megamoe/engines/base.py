@@ -75,4 +75,4 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the workspace back. Idempotent."""
+        """Let go of everything but the workspace, which the layer gives back. Idempotent."""

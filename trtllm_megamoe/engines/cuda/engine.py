@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA engine on one GPU: workspace from the region table, one kernel launch per forward.
+"""The CUDA engine on one GPU: addresses from the workspace, one kernel launch per forward.
 
-The kernel does everything between `x` and the output (`vendored_kernels/sm90/kernel.py`); this module owns memory and
-addresses. A forward synchronises nothing, copies nothing to the host and allocates only its output: it can be captured.
+The kernel does everything between `x` and the output (`vendored_kernels/sm90/kernel.py`); this module owns the
+addresses and the launch. A forward synchronises nothing, copies nothing to the host and allocates only its output: it
+can be captured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trtllm_megamoe.engines.base import Engine, SaturationReport
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
-from trtllm_megamoe.regions import RegionTable, Space
+from trtllm_megamoe.symmetric.workspace import Workspace
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -33,11 +34,11 @@ class CudaEngine(Engine):
     name = "cuda"
     layout = "sm90"
 
-    def __init__(self, config: MegaMoeConfig, table: RegionTable, ladder: BucketLadder, rank: int) -> None:
-        self._config, self._table, self._ladder, self._rank = config, table, ladder, rank
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, config: MegaMoeConfig, workspace: Workspace, ladder: BucketLadder) -> None:
+        self._config, self._workspace, self._ladder = config, workspace, ladder
+        self._table, self._rank, self.device = workspace.table, workspace.comm.rank, workspace.device
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._spaces = {space: self._allocate(space) for space in ("shared", "local")}
+        self._spaces = {"shared": workspace.shared.own, "local": workspace.local}
         # the host reads it between launches without waiting for the device
         self._error = torch.zeros(_ERROR_WORDS, dtype=torch.int64, pin_memory=True)
         # T lives in device memory: entry t of this table is t, so no launch has to write it first
@@ -59,6 +60,7 @@ class CudaEngine(Engine):
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
         self._raise_if_failed()
+        self._workspace.require_launchable()
         if self._scales is None:
             raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
         self.last_bucket = bucket
@@ -88,13 +90,6 @@ class CudaEngine(Engine):
     def close(self) -> None:
         self._launches.clear()
         self._spaces.clear()
-
-    def _allocate(self, space: Space) -> torch.Tensor:
-        memory = torch.empty(self._table.total_bytes(space), dtype=torch.uint8, device=self.device)
-        for region in self._table.regions(space):
-            if region.zero_at_start:
-                memory[region.offset_bytes : region.end_bytes].zero_()
-        return memory
 
     def _address(self, name: str) -> int:
         region = self._table[name]
