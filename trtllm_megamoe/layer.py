@@ -25,8 +25,10 @@ from trtllm_megamoe.errors import (
     MegaMoeStateError,
 )
 from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.kernels.prepared import LaunchChoice
 from trtllm_megamoe.regions import Geometry, RegionTable
 from trtllm_megamoe.symmetric.workspace import Workspace
+from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.weights.calibration import ActivationObserver, InputScales
 from trtllm_megamoe.weights.loader import load_one
 from trtllm_megamoe.weights.scales import LayerScales
@@ -126,6 +128,28 @@ class MegaMoELayer:
     def last_bucket(self) -> int | None:
         """Bucket of the latest launch, tokens per rank; None before the first."""
         return self._engine.last_bucket
+
+    def launch_choice(self, bucket: int) -> LaunchChoice | None:
+        """Kernel, object and tactic of a bucket; None before weights are loaded, and on the CPU engine."""
+        return self._engine.launch_choice(bucket)
+
+    def pin_tactic(self, bucket: int, tactic: Tactic) -> None:
+        """Run one bucket of the ladder with this tactic instead of the table's or the heuristic's.
+
+        For measuring; a graph that was captured before keeps its own.
+
+        Raises:
+            MegaMoeConfigError: No such bucket, or a tactic that is not legal for the layer; names the rule.
+            MegaMoeStateError: No weights are loaded.
+            MegaMoeUnavailableError: The engine has no tactics, or the kernel is neither stored nor compiled here.
+
+        Collective: no, but every rank must pin the same before the next forward. Source: requirement R30.
+        """
+        if bucket not in self.ladder.rungs:
+            raise MegaMoeConfigError(
+                f"rank {self.ep_rank}: {bucket} is no bucket of this layer; allowed: {self.ladder.rungs}"
+            )
+        self._engine.pin_tactic(bucket, tactic)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load this rank's experts of one layer, or reload them: addresses stay, and captured graphs see the new ones.

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_megamoe.errors import MegaMoeUnavailableError
+from trtllm_megamoe.kernels.prepared import LaunchChoice
+from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -68,6 +71,20 @@ class Engine(ABC):
         Raises:
             MegaMoeUnavailableError: This engine keeps its intermediates to itself.
         """
+
+    def launch_choice(self, bucket: int) -> LaunchChoice | None:
+        """What a bucket launches; None before weights are bound, and on an engine that has no kernels."""
+        return None
+
+    def pin_tactic(self, bucket: int, tactic: Tactic) -> None:
+        """Run one bucket with this tactic from the next launch on. Not collective; every rank must pin the same.
+
+        Raises:
+            MegaMoeUnavailableError: This engine has no tactics, or the kernel cannot be had here.
+            MegaMoeConfigError: The tactic is not legal; names the rule.
+            MegaMoeStateError: No weights are bound.
+        """
+        raise MegaMoeUnavailableError(f"engine '{self.name}' has no tactics to choose from")
 
     @abstractmethod
     def saturation(self) -> SaturationReport | None:

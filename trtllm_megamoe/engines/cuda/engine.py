@@ -8,7 +8,7 @@ can be captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
@@ -18,7 +18,12 @@ from trtllm_megamoe.engines.base import Engine, SaturationReport
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
+from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
+from trtllm_megamoe.kernels.selection import environment, select_tactics
+from trtllm_megamoe.kernels.tactics import tactic_space
 from trtllm_megamoe.symmetric.workspace import Workspace
+from trtllm_megamoe.tuning.table import ResolvedTactic
+from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -44,7 +49,11 @@ class CudaEngine(Engine):
         # T lives in device memory: entry t of this table is t, so no launch has to write it first
         self._token_counts = torch.arange(config.max_tokens_per_rank + 1, dtype=torch.int32, device=self.device)
         self._scales: torch.Tensor | None = None
-        self._launches: dict[int, Callable[..., None]] = {}
+        # collective, so here and not in bind: every rank must run the same
+        here = environment(torch.cuda.get_device_name(self.device), self._num_sms)
+        self._tactics = select_tactics(config, ladder.rungs, here, workspace.comm)
+        self._addresses: dict[str, int] = {}
+        self._launches: dict[int, PreparedLaunch] = {}
         self._mode: ActivationMode | None = None
 
     def bind(self, weights: WeightStore) -> None:
@@ -54,7 +63,8 @@ class CudaEngine(Engine):
         if self._scales is None:
             self._scales = scales
             self._mode = mode
-            self._launches = self._build_launches(weights, mode)
+            self._addresses = self._find_addresses(weights)
+            self._launches = self._load(mode, self._tactics[mode])
         else:
             self._scales.copy_(scales)  # same address: captured graphs read it
 
@@ -83,6 +93,16 @@ class CudaEngine(Engine):
                 "calibrate with engine 'cpu' and write the scales into the checkpoint"
             )
 
+    def launch_choice(self, bucket: int) -> LaunchChoice | None:
+        return self._launches[bucket].choice if bucket in self._launches else None
+
+    def pin_tactic(self, bucket: int, tactic: Tactic) -> None:
+        if self._mode is None:
+            raise MegaMoeStateError(f"rank {self._rank}: pin_tactic before load_weights")
+        space = tactic_space(hopper.layer_spec(self._config, 1, self._mode), self._num_sms)
+        resolved = ResolvedTactic(space.resolve(tactic, bucket), "pinned")
+        self._launches.update(self._load(self._mode, {bucket: resolved}))
+
     def saturation(self) -> SaturationReport | None:
         """The kernel does not count saturated blocks; the CPU engine does."""
         return None
@@ -107,10 +127,10 @@ class CudaEngine(Engine):
             rows[num_local, 0] = torch.reciprocal(torch.tensor(weights.scales.input_global, dtype=torch.float32))
         return rows
 
-    def _build_launches(self, weights: WeightStore, mode: ActivationMode) -> dict[int, Callable[..., None]]:
+    def _find_addresses(self, weights: WeightStore) -> dict[str, int]:
         assert self._scales is not None
         packed = weights.packed
-        addresses = {
+        return {
             "w1": packed["fc1_records"].data_ptr(),
             "w2": packed["fc2_records"].data_ptr(),
             "scales": self._scales.data_ptr(),
@@ -131,8 +151,10 @@ class CudaEngine(Engine):
             "pool_rows": self._table.geometry.max_pool_rows,
             "ready_words": self._table.geometry.max_token_blocks,
         }
+
+    def _load(self, mode: ActivationMode, tactics: Mapping[int, ResolvedTactic]) -> dict[int, PreparedLaunch]:
         spec = hopper.layer_spec(self._config, 1, mode)
-        return hopper.load_launches(spec, self._ladder, self._num_sms, self._spaces["local"][:256], addresses)
+        return hopper.load_launches(spec, tactics, self._num_sms, self._spaces["local"][:256], self._addresses)
 
     def _raise_if_failed(self) -> None:
         """The kernel writes its error record to host memory; an earlier launch's failure surfaces here."""
