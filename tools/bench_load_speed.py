@@ -69,12 +69,12 @@ def write_checkpoint(directory: Path, layers: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def plain(directory: Path, device: str) -> int:
-    """Read every file and copy it to the device; returns the bytes."""
+def plain(directory: Path, device: str, layers: int) -> int:
+    """Read every file of a checkpoint of so many layers and copy it to the device; returns the bytes."""
     total = 0
     piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     view = memoryview(piece.numpy())
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(directory.glob(f"*-of-{layers:05d}.safetensors")):
         target = torch.empty(path.stat().st_size, dtype=torch.uint8, device=device)
         with path.open("rb", buffering=0) as file:
             done = 0
@@ -128,7 +128,7 @@ def environment(device: str) -> dict[str, str | int | None]:
 def main(directory: Path, device: str, layout: str, layers: int, rounds: int, json_path: Path | None) -> None:
     """Print the speeds and their ratios to the plain one."""
     write_checkpoint(directory, layers)
-    total = plain(directory, device)  # also fills the page cache
+    total = plain(directory, device, layers)  # also fills the page cache
 
     def new_stores() -> dict[int, WeightStore]:
         return {n: WeightStore(SPEC, layout=layout, device=device, layer=n) for n in range(layers)}
@@ -136,7 +136,7 @@ def main(directory: Path, device: str, layout: str, layers: int, rounds: int, js
     stores = new_stores()
     load(directory, device, stores)
     runs: dict[str, Callable[[], object]] = {
-        "plain": lambda: plain(directory, device),
+        "plain": lambda: plain(directory, device, layers),
         "first load": lambda: load(directory, device, new_stores()),
         "reload": lambda: load(directory, device, stores),
     }
