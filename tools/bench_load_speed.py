@@ -4,14 +4,18 @@
     python tools/bench_load_speed.py DIRECTORY [--device cpu|cuda] [--layout reference|sm90|sm100] [--layers 8]
 
 Writes one EP8 rank's experts of a DeepSeek-V4-Flash shaped checkpoint to DIRECTORY (450 MB a layer), unless they are
-there, then times, best of several rounds, files in the page cache: reading all bytes and copying them to the device in
-16 MB pieces; and loading the same experts, checked, packed and ready. A benchmark, not a test.
+there, then times, median of several rounds in turn, files in the page cache: reading all bytes and copying them to the
+device in 16 MB pieces; and loading the same experts, checked, packed and ready. A benchmark, not a test.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import platform
+import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,12 +69,12 @@ def write_checkpoint(directory: Path, layers: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def plain(directory: Path, device: str) -> int:
-    """Read every file and copy it to the device; returns the bytes."""
+def plain(directory: Path, device: str, layers: int) -> int:
+    """Read every file of a checkpoint of so many layers and copy it to the device; returns the bytes."""
     total = 0
     piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     view = memoryview(piece.numpy())
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(directory.glob(f"*-of-{layers:05d}.safetensors")):
         target = torch.empty(path.stat().st_size, dtype=torch.uint8, device=device)
         with path.open("rb", buffering=0) as file:
             done = 0
@@ -93,14 +97,25 @@ def load(directory: Path, device: str, stores: dict[int, WeightStore]) -> None:
         torch.cuda.synchronize()
 
 
-def best_seconds(run: Callable[[], object], rounds: int) -> float:
-    """Shortest of several runs."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def seconds_of(run: Callable[[], object]) -> float:
+    """Wall time of one run."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def environment(device: str) -> dict[str, str | int | None]:
+    """Where and with what the numbers were made."""
+    is_cuda = device == "cuda"
+    return {
+        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if is_cuda else "CPU",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if is_cuda else None,
+    }
 
 
 @click.command()
@@ -108,24 +123,40 @@ def best_seconds(run: Callable[[], object], rounds: int) -> float:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--layout", type=click.Choice(["reference", "sm90", "sm100"]), default="reference", show_default=True)
 @click.option("--layers", type=int, default=8, show_default=True)
-@click.option("--rounds", type=int, default=3, show_default=True)
-def main(directory: Path, device: str, layout: str, layers: int, rounds: int) -> None:
-    """Print both speeds and their ratio."""
+@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write every round's time there.")
+def main(directory: Path, device: str, layout: str, layers: int, rounds: int, json_path: Path | None) -> None:
+    """Print the speeds and their ratios to the plain one."""
     write_checkpoint(directory, layers)
-    total = plain(directory, device)  # also fills the page cache
+    total = plain(directory, device, layers)  # also fills the page cache
 
-    def fresh() -> None:
-        load(directory, device, {n: WeightStore(SPEC, layout=layout, device=device, layer=n) for n in range(layers)})
+    def new_stores() -> dict[int, WeightStore]:
+        return {n: WeightStore(SPEC, layout=layout, device=device, layer=n) for n in range(layers)}
 
-    stores = {n: WeightStore(SPEC, layout=layout, device=device, layer=n) for n in range(layers)}
+    stores = new_stores()
     load(directory, device, stores)
-    base = best_seconds(lambda: plain(directory, device), rounds)
-    first = best_seconds(fresh, rounds)
-    again = best_seconds(lambda: load(directory, device, stores), rounds)
+    runs: dict[str, Callable[[], object]] = {
+        "plain": lambda: plain(directory, device, layers),
+        "first load": lambda: load(directory, device, new_stores()),
+        "reload": lambda: load(directory, device, stores),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(seconds_of(run))
+    median = {name: statistics.median(each) for name, each in times.items()}
     click.echo(f"{total / 1e9:.2f} GB, {layers} layers, device {device}, layout {layout}, {os.cpu_count()} cores")
-    click.echo(f"plain read and copy {base:6.2f} s = {total / base / 1e9:.2f} GB/s")
-    for name, seconds in (("first load", first), ("reload", again)):
-        click.echo(f"{name:19} {seconds:6.2f} s = {total / seconds / 1e9:.2f} GB/s = {base / seconds:.2f} of plain")
+    for name, seconds in median.items():
+        ratio = f"{median['plain'] / seconds:.2f} of plain"
+        spread = f"{min(times[name]):.2f} to {max(times[name]):.2f} s"
+        click.echo(f"{name:10} {seconds:6.2f} s ({spread}) = {total / seconds / 1e9:5.2f} GB/s = {ratio}")
+    if json_path is not None:
+        report = {
+            "command": " ".join(("tools/bench_load_speed.py", *sys.argv[1:])), "environment": environment(device),
+            "bytes": total, "layers": layers, "layout": layout, "seconds": times,
+            "of_plain": {name: median["plain"] / seconds for name, seconds in median.items()},
+        }  # fmt: skip
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

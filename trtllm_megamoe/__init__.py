@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "MegaMoELayer": "trtllm_megamoe.layer",
+    "build_workspace": "trtllm_megamoe.layer",
     "MegaMoeConfig": "trtllm_megamoe.config",
     "CombineFormat": "trtllm_megamoe.formats",
     "ActivationMode": "trtllm_megamoe.formats",
@@ -30,13 +31,14 @@ __all__ = [
     "MegaMoeError",
     "ScorePlacement",
     "__version__",
+    "build_workspace",
 ]
 
 if TYPE_CHECKING:
     from trtllm_megamoe.config import MegaMoeConfig
     from trtllm_megamoe.errors import MegaMoeError
     from trtllm_megamoe.formats import ActivationMode, CombineFormat, ScorePlacement
-    from trtllm_megamoe.layer import MegaMoELayer
+    from trtllm_megamoe.layer import MegaMoELayer, build_workspace
     from trtllm_megamoe.weights.checkpoint import Checkpoint
 
 

@@ -54,6 +54,9 @@ LOG = EnvVar(
     "log level of the command line and, where set, of the plug-in: DEBUG, INFO, WARNING or ERROR",
 )
 CACHE_DIR = EnvVar("TRTLLM_MEGAMOE_CACHE_DIR", "", "directory of compiled kernels; unset: the user's cache directory")
+TACTICS = EnvVar(
+    "TRTLLM_MEGAMOE_TACTICS", "", "tactic table that `tune` wrote; rank 0's counts; unset: the heuristic's tactics"
+)
 
 # Those of the TensorRT-LLM plug-in. The prefix is what makes the host hand them on to its workers.
 ENABLE = EnvVar("TRTLLM_MEGAMOE_ENABLE", "0", "1: the installed start-up hook loads the plug-in in every process")
@@ -75,7 +78,7 @@ TIMEOUT_S = EnvVar("TRTLLM_MEGAMOE_TIMEOUT_S", "60", "longest wait for any peer 
 
 HOST_VARS = (ENABLE, STRICT, ENGINE, ACTIVATIONS, COMBINE_FORMAT, SCORE_PLACEMENT, TIMEOUT_S)
 
-ENV_VARS: tuple[EnvVar, ...] = (LOG, CACHE_DIR, *HOST_VARS)
+ENV_VARS: tuple[EnvVar, ...] = (LOG, CACHE_DIR, TACTICS, *HOST_VARS)
 
 
 def markdown_table() -> str:

@@ -17,7 +17,7 @@ from trtllm_megamoe.comm import Communicator, single
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.engines.base import SaturationReport
-from trtllm_megamoe.engines.registry import build_engine, choose_engine
+from trtllm_megamoe.engines.registry import EngineChoice, build_engine, choose_engine, engine_device
 from trtllm_megamoe.errors import (
     MegaMoeCapacityError,
     MegaMoeConfigError,
@@ -25,7 +25,10 @@ from trtllm_megamoe.errors import (
     MegaMoeStateError,
 )
 from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.kernels.prepared import LaunchChoice
 from trtllm_megamoe.regions import Geometry, RegionTable
+from trtllm_megamoe.symmetric.workspace import Workspace
+from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.weights.calibration import ActivationObserver, InputScales
 from trtllm_megamoe.weights.loader import load_one
 from trtllm_megamoe.weights.scales import LayerScales
@@ -44,6 +47,8 @@ class MegaMoELayer:
         config: Shape, formats and engine; must be equal on all ranks, which is checked here once.
         comm: This rank's communicator (see `trtllm_megamoe.comm`); None means one rank.
         layer: Model layer index, for error texts and for loading several layers under one window.
+        workspace: Scratch from :func:`build_workspace` that layers of the same shape use one after another; this layer
+            neither owns nor closes it. None: the layer allocates its own.
 
     Attributes:
         weights: This rank's :class:`~trtllm_megamoe.weights.store.WeightStore`. Give the stores of several layers to a
@@ -53,30 +58,37 @@ class MegaMoELayer:
         MegaMoeConfigError: The layer is not eligible; every reason is named. Nothing was allocated.
         MegaMoeUnavailableError: The requested engine cannot run on this machine.
         MegaMoeRankDivergenceError: Ranks disagree; the same text on all of them.
+        MegaMoeStateError: The given workspace is closed, or a launch on it failed.
 
     Collective: construction and forward, in the same order on all ranks. Graph-safe: forward, on the CUDA engine, after
     `prepare` or one eager forward per bucket; no on the CPU engine.
     Source: docs/architecture.md, requirements R1-R7.
     """
 
-    def __init__(self, config: MegaMoeConfig, comm: Communicator | None = None, *, layer: int | None = None) -> None:
-        comm = comm if comm is not None else single()
+    def __init__(
+        self,
+        config: MegaMoeConfig,
+        comm: Communicator | None = None,
+        *,
+        layer: int | None = None,
+        workspace: Workspace | None = None,
+    ) -> None:
+        if comm is None:
+            comm = workspace.comm if workspace is not None else single()
         self.config = config
         self.ep_rank, self.ep_size = comm.rank, comm.size
         self._comm = comm
-        require_eligible(config, comm.size, f"rank {comm.rank}: this layer")
-        choice = choose_engine(config.engine, comm.size)
         self.ladder = BucketLadder.for_cap(config.max_tokens_per_rank)
-        facts = {
-            **config.model_dump(),
-            "engine": choice.name,
-            "buckets": self.ladder.rungs,
-            "version": trtllm_megamoe.__version__,
-        }
-        facts.pop("timeout_s")  # the one field in which ranks may differ
-        require_rank_identical(facts, comm, config.timeout_s)
-        self.table = RegionTable(Geometry.from_config(config, comm.size))
-        self._engine = build_engine(choice, config, self.table, self.ladder, comm)
+        self._owns_workspace = workspace is None
+        if workspace is None:
+            choice, self._workspace = _build_workspace(config, comm)
+        else:
+            choice = _choose(config, comm)
+            workspace.require_fits(Geometry.from_config(config, comm.size), comm, engine_device(choice))
+            _agree(config, choice, comm, workspace.generation)
+            self._workspace = workspace
+        self.table = self._workspace.table
+        self._engine = build_engine(choice, config, self.ladder, self._workspace)
         num_local = self.table.geometry.num_local_experts
         shape = LayerShape(config.hidden_size, config.intermediate_size, config.num_experts, config.top_k)
         self.weights = WeightStore(
@@ -116,6 +128,28 @@ class MegaMoELayer:
     def last_bucket(self) -> int | None:
         """Bucket of the latest launch, tokens per rank; None before the first."""
         return self._engine.last_bucket
+
+    def launch_choice(self, bucket: int) -> LaunchChoice | None:
+        """Kernel, object and tactic of a bucket; None before weights are loaded, and on the CPU engine."""
+        return self._engine.launch_choice(bucket)
+
+    def pin_tactic(self, bucket: int, tactic: Tactic) -> None:
+        """Run one bucket of the ladder with this tactic instead of the table's or the heuristic's.
+
+        For measuring; a graph that was captured before keeps its own.
+
+        Raises:
+            MegaMoeConfigError: No such bucket, or a tactic that is not legal for the layer; names the rule.
+            MegaMoeStateError: No weights are loaded.
+            MegaMoeUnavailableError: The engine has no tactics, or the kernel is neither stored nor compiled here.
+
+        Collective: no, but every rank must pin the same before the next forward. Source: requirement R30.
+        """
+        if bucket not in self.ladder.rungs:
+            raise MegaMoeConfigError(
+                f"rank {self.ep_rank}: {bucket} is no bucket of this layer; allowed: {self.ladder.rungs}"
+            )
+        self._engine.pin_tactic(bucket, tactic)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load this rank's experts of one layer, or reload them: addresses stay, and captured graphs see the new ones.
@@ -240,8 +274,10 @@ class MegaMoELayer:
     __call__ = forward
 
     def close(self) -> None:
-        """Give the workspace back. Idempotent; with MPI every rank closes."""
+        """Give the workspace back if it is the layer's own. Idempotent; with MPI every rank closes."""
         self._engine.close()
+        if self._owns_workspace:
+            self._workspace.close()
 
     def __enter__(self) -> MegaMoELayer:
         return self
@@ -290,6 +326,50 @@ class MegaMoELayer:
             raise MegaMoeConfigError(
                 f"{where}inputs are on {', '.join(sorted(devices))}, engine '{self.engine_name}' expects {self.device}"
             )
+
+
+def build_workspace(config: MegaMoeConfig, comm: Communicator | None = None) -> Workspace:
+    """Allocate, once, the scratch that any number of layers with this configuration's shape use in turns.
+
+    Args:
+        config: As for the layers; what fixes its shape is :class:`~trtllm_megamoe.regions.Geometry`.
+        comm: This rank's communicator, the very object that the layers get; None means one rank.
+
+    Returns:
+        A workspace for `MegaMoELayer(config, workspace=...)`. Close it after the last layer.
+
+    Raises:
+        As the construction of :class:`MegaMoELayer`.
+
+    Collective: yes. Source: requirement R53.
+    """
+    return _build_workspace(config, comm if comm is not None else single())[1]
+
+
+def _build_workspace(config: MegaMoeConfig, comm: Communicator) -> tuple[EngineChoice, Workspace]:
+    choice = _choose(config, comm)
+    _agree(config, choice, comm, None)
+    table = RegionTable(Geometry.from_config(config, comm.size))
+    return choice, Workspace(table, comm, engine_device(choice), config.timeout_s)
+
+
+def _choose(config: MegaMoeConfig, comm: Communicator) -> EngineChoice:
+    """This rank's engine for an eligible layer; touches no peer."""
+    require_eligible(config, comm.size, f"rank {comm.rank}: this layer")
+    return choose_engine(config.engine, comm.size)
+
+
+def _agree(config: MegaMoeConfig, choice: EngineChoice, comm: Communicator, generation: int | None) -> None:
+    """All ranks build the same, on the same workspace. Collective."""
+    facts = {
+        **config.model_dump(),
+        "engine": choice.name,
+        "buckets": BucketLadder.for_cap(config.max_tokens_per_rank).rungs,
+        "version": trtllm_megamoe.__version__,
+        "workspace": generation,
+    }
+    facts.pop("timeout_s")  # the one field in which ranks may differ
+    require_rank_identical(facts, comm, config.timeout_s)
 
 
 def _input_scales_of(scales: LayerScales) -> InputScales:

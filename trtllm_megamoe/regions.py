@@ -10,6 +10,7 @@ before the first launch, and only then (R6); all other bytes may hold anything, 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,12 @@ NARROWEST_TOKEN_TILE = 8
 
 COUNTER_BANKS = 2
 """Size cells are banked by epoch parity: a source may publish launch n+1 before the owner has read launch n."""
+
+HEADER_WORDS = ("generation", "layout digest", "facts of even launches", "facts of odd launches", *["unused"] * 4)
+"""Words of `header`, u64 below 2^63: the first two are written at allocation, a launch's facts before its cells."""
+
+HEADER_GENERATION, HEADER_LAYOUT, HEADER_FACTS = 0, 1, 2
+"""Index of each; the facts of launch n are word HEADER_FACTS + n % COUNTER_BANKS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,7 @@ _ZERO_AT_START = frozenset(
         "error_record",
         "launch_counters",
         "fc1_ready",
+        "pool_ready",
     }
 )
 
@@ -174,7 +182,7 @@ class RegionTable:
         r, el, k, t = g.ep_size, g.num_local_experts, g.top_k, g.max_tokens_per_rank
         fmt, h = g.combine_format, g.hidden_size
         for name, dtype, shape, purpose in (
-            ("header", "u64", (8,), "[0] digest of the loaded weights' shared facts; owner writes, peers compare"),
+            ("header", "u64", (len(HEADER_WORDS),), "allocation, layout, launch facts; owner writes, peers compare"),
             ("abort", "u32", (1,), "non-zero: some rank failed and every wait ends; any rank writes"),
             (
                 "size_cells",
@@ -215,9 +223,41 @@ class RegionTable:
             ("fc1_out", "f16", (rows, g.intermediate_size), "fc1 output after SwiGLU and requantisation, f16 values"),
             ("launch_counters", "u32", (LAUNCH_COUNTER_WORDS,), "kernel: exit ticket and two banks of tile counters"),
             ("fc1_ready", "u32", (COUNTER_BANKS, g.max_token_blocks), "kernel: finished fc1 row tiles per token block"),
+            (
+                "pool_ready",
+                "u32",
+                (COUNTER_BANKS, rows // TOKEN_BLOCK_ROWS),
+                "kernel: pulled row pieces per 32-row block of the pool",
+            ),
             ("route_rows", "i32", (g.max_tokens_per_rank, g.top_k), "kernel: pool row of each own route, -1 if masked"),
         ):
             self._add("local", name, dtype, shape, purpose)
+
+
+def layout_digest(table: RegionTable) -> int:
+    """Non-zero digest, below 2^63, of everything that fixes an offset: the geometry and every region of both spaces."""
+    text = repr((table.geometry, [(r.name, r.space, r.offset_bytes, r.num_bytes) for r in table.regions()]))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
+
+
+def header_words(table: RegionTable, generation: int) -> tuple[int, ...]:
+    """The header of a fresh allocation: a peer that holds an older or differently laid out one sees other words."""
+    words = [0] * len(HEADER_WORDS)
+    words[HEADER_GENERATION], words[HEADER_LAYOUT] = generation, layout_digest(table)
+    return tuple(words)
+
+
+def launch_facts(layer_index: int, weights_digest: int) -> int:
+    """Word that ranks compare in every launch: which of the workspace's layers, and its weights' shared facts.
+
+    It needs a bank per parity of the launch number, like size cells: a rank may write launch n+1's while a peer to
+    which it sent no rows has yet to compare launch n's. Launch n+2 needs that peer's cells of n+1, so two suffice.
+
+    Args:
+        layer_index: Order of construction on the workspace, from 0; the same on all ranks.
+        weights_digest: 32-bit digest of what all ranks must have loaded alike.
+    """
+    return (layer_index + 1) << 32 | weights_digest
 
 
 def check_limits(geometry: Geometry) -> None:

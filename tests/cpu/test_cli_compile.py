@@ -19,13 +19,13 @@ SMALL = ("--max-tokens-per-rank", "8", "--activations", "bf16")
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache that a stand-in compiler fills: a file per kernel instead of an object."""
 
-    def fake(arch: str, layer: object, tiles: list[str], out_dir: Path) -> list[Path]:
-        paths = [out_dir / f"{arch}-{tile}.so" for tile in tiles]
-        for path in paths:
-            path.write_bytes(b"object of " + repr(layer).encode())
+    def fake(arch: str, configs: list[hopper.KernelConfig], out_dir: Path) -> list[Path]:
+        paths = [out_dir / f"{arch}-{config.tile.name}.so" for config in configs]
+        for path, config in zip(paths, configs, strict=True):
+            path.write_bytes(b"object of " + repr(config.layer).encode())
         return paths
 
-    monkeypatch.setattr(kernel_compile, "compile_kernels", fake)
+    monkeypatch.setattr(kernel_compile, "compile_configs", fake)
     return tmp_path / "cache"
 
 
@@ -48,7 +48,7 @@ def test_compile_filled_cache_serves_the_engine_without_the_dsl(
     def refuse(*_: object) -> None:
         raise kernel_compile.KernelCompileError("compiling needs the CuTe DSL")
 
-    monkeypatch.setattr(kernel_compile, "compile_kernels", refuse)
+    monkeypatch.setattr(kernel_compile, "compile_configs", refuse)
     assert invoke("compile", "--preset", "qwen3-235b", "--out", cache_dir, *SMALL).exit_code == 0
     missing = invoke("compile", "--preset", "kimi-k2", "--out", cache_dir, *SMALL)
     assert missing.exit_code == 2

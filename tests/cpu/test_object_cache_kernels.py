@@ -26,16 +26,16 @@ def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     log = tmp_path / "compiles"
     log.touch()
 
-    def fake(arch: str, layer: object, tiles: list[str], out_dir: Path) -> list[Path]:
+    def fake(arch: str, configs: list[hopper.KernelConfig], out_dir: Path) -> list[Path]:
         with log.open("a") as file:
-            file.write(f"{arch} {tiles[0]} {layer!r}\n")
+            file.write(f"{arch} {configs[0].tile.name} {configs[0].layer!r}\n")
         time.sleep(0.02)
-        paths = [out_dir / f"{arch}-{tile}.so" for tile in tiles]
+        paths = [out_dir / f"{arch}-{config.tile.name}.so" for config in configs]
         for path in paths:
             path.write_bytes(b"object")
         return paths
 
-    monkeypatch.setattr(kernel_compile, "compile_kernels", fake)
+    monkeypatch.setattr(kernel_compile, "compile_configs", fake)
     return log
 
 

@@ -69,6 +69,7 @@ def test_heuristic_is_legal_for_every_bucket_and_is_the_kernels(preset: str, wir
         ({"token_widths": (256,)}, "in 8..128"),
         ({"tile_rows": 64}, "must be 128 or 256"),
         ({"math_registers": 240, "producer_registers": 240}, "setmaxnreg asks for"),
+        ({"max_stages": 1}, "max_stages 1 must be at least 3"),
         ({"fc1_lag": 0}, "at least 1 tile"),
     ],
 )

@@ -44,7 +44,11 @@ def path(tmp_path: Path) -> Path:
 
 def resolve(path: Path | None, comm: Communicator | None = None, **options: Any) -> dict[int, Tactic]:
     given: dict[str, Any] = {"space": SPACE, "buckets": BUCKETS, "layer": LAYER, "here": HERE, "timeout_s": WAIT_S}
-    return resolve_tactics(path=path, comm=comm or single(), **(given | options))
+    resolved = resolve_tactics(path=path, comm=comm or single(), **(given | options))
+    assert {bucket for bucket, one in resolved.items() if one.source == "heuristic"} >= {
+        bucket for bucket, one in resolved.items() if one.tactic not in [tuned.tactic for tuned in TUNED]
+    }
+    return {bucket: one.tactic for bucket, one in resolved.items()}
 
 
 def edit(path: Path, change: Any) -> None:
@@ -227,3 +231,15 @@ def test_lookup_on_ranks_whose_heuristics_differ_is_refused_on_all() -> None:
 
     run_threads(2, body, WATCHDOG_S)
     assert len(errors) == 2 and len(set(errors)) == 1
+
+
+def test_lookup_says_where_each_tactic_comes_from(path: Path) -> None:
+    resolved = resolve_tactics(SPACE, BUCKETS, LAYER, HERE, path, single(), WAIT_S)
+    assert {bucket: one.source for bucket, one in resolved.items()} == {16: "tuned", 64: "tuned", 256: "heuristic"}
+
+
+def test_lookup_of_many_layers_warns_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(60):
+            resolve(path)
+    assert len([record for record in caplog.records if "no entry for buckets [256]" in record.getMessage()]) == 1

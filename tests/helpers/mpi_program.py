@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from tests.helpers.layer_cases import LayerCase, even_splits, forward_rank, make_case, with_splits
 from trtllm_megamoe.comm import Communicator, mpi
 from trtllm_megamoe.errors import MegaMoeError
-from trtllm_megamoe.layer import MegaMoELayer
+from trtllm_megamoe.layer import MegaMoELayer, build_workspace
 
 LAUNCHES = 12
 KILLED_RANK = 1
@@ -35,16 +36,22 @@ def launch_cases(ep_size: int) -> list[LayerCase]:
 
 
 def run_launches(comm: Communicator, out_dir: Path) -> None:
-    """Two layers on one communicator take turns; every rank writes its rows."""
+    """One layer with a workspace of its own and two on a shared one take turns; every rank writes its rows."""
     cases = launch_cases(comm.size)
     outputs = {}
-    with MegaMoELayer(cases[0].config, comm) as first, MegaMoELayer(cases[0].config, comm) as second:
-        for layer in (first, second):
+    shared = build_workspace(cases[0].config, comm)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shared.close)
+        layers = {
+            name: stack.enter_context(MegaMoELayer(cases[0].config, comm, workspace=workspace))
+            for name, workspace in (("a", None), ("b", shared), ("c", shared))
+        }
+        for layer in layers.values():
             layer.load_weights(cases[0].weights)
         for index, case in enumerate(cases):
             time.sleep(0.002 * ((comm.rank * 7 + index) % 5))
-            outputs[f"a{index}"] = forward_rank(first, case, comm.rank)
-            outputs[f"b{index}"] = forward_rank(second, case, comm.rank)
+            for name, layer in layers.items():
+                outputs[f"{name}{index}"] = forward_rank(layer, case, comm.rank)
     save_file(outputs, out_dir / f"rank{comm.rank}.safetensors")
 
 

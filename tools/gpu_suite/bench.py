@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from microbench.rivals.torch_grouped import TorchGroupedMlp
+from microbench.clocks import ClockSampler, nvml_reader
+from microbench.rivals import base, catalog
 from tools.gpu_suite import cases
 from tools.gpu_suite.layer import GpuLayer
 from vendored_kernels.registry import object_path
@@ -65,7 +66,7 @@ def random_scales(spec: LayerSpec) -> torch.Tensor:
     return table
 
 
-def capture(enqueue: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
+def capture(enqueue: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
     """A graph of `count` calls."""
     for i in range(2):
         enqueue(i)
@@ -96,15 +97,20 @@ def replay_times(graph: torch.cuda.CUDAGraph, count: int, replays: int, idle_s: 
     return times
 
 
-def measure(enqueue: Callable[[int], None], estimate_ms: float) -> dict[str, float]:
+def measure(enqueue: Callable[[int], object], estimate_ms: float) -> dict[str, Any]:
     """Burst and sustained medians of one call."""
     burst_count = max(1, int(3 / estimate_ms))
     graph = capture(enqueue, burst_count)
     burst = replay_times(graph, burst_count, 5, 0.04)
     sustained_count = max(2, int(8 / estimate_ms))
     graph = capture(enqueue, sustained_count)
-    sustained = replay_times(graph, sustained_count, 9, 0.0)[1:]
-    return {"burst_ms": round(statistics.median(burst), 5), "sustained_ms": round(statistics.median(sustained), 5)}
+    with ClockSampler(nvml_reader(torch.cuda.current_device())) as clocks:
+        sustained = replay_times(graph, sustained_count, 9, 0.0)[1:]
+    return {
+        "burst_ms": round(statistics.median(burst), 5),
+        "sustained_ms": round(statistics.median(sustained), 5),
+        "clocks": clocks.summary(),  # of the sustained replays
+    }
 
 
 def floor_ms(spec: LayerSpec, counts: torch.Tensor) -> float:
@@ -112,6 +118,16 @@ def floor_ms(spec: LayerSpec, counts: torch.Tensor) -> float:
     size = 3 * spec.hidden_size * spec.intermediate_size
     live = int((counts > 0).sum())
     return max(live * size * 0.5625 / HBM_BYTES_PER_S, 2 * int(counts.sum()) * size / FLOP_PER_S) * 1e3
+
+
+def expert_counts(spec: LayerSpec, ids: torch.Tensor) -> torch.Tensor:
+    """(E,) rows of each expert."""
+    return torch.bincount(ids[(ids >= 0) & (ids < spec.num_local_experts)], minlength=spec.num_local_experts)
+
+
+def num_weight_sets(shape: str) -> int:
+    """How many sets of weights are rotated: one set of the smallest shape would partly stay in L2."""
+    return 2 if shape == "qwen3-235b" else 1
 
 
 def route_ids(spec: LayerSpec, routing: str, rows: int) -> torch.Tensor:
@@ -131,7 +147,7 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """One row per shape, mode, routing and rows per expert (and tile, when `tiles` lists several)."""
     for shape in shapes:
-        packed = [random_records(spec_of(shape, modes[0])) for _ in range(1 if shape != "qwen3-235b" else 2)]
+        packed = [random_records(spec_of(shape, modes[0])) for _ in range(num_weight_sets(shape))]
         for mode in modes:
             spec = spec_of(shape, mode)
             for routing, rows in points:
@@ -166,17 +182,21 @@ def run_rivals(shapes: list[str], points: list[tuple[str, int]]) -> Iterator[dic
     """The same rows per expert through public kernels on the same card, sorted rows in, no gather and no top-k sum."""
     for shape in shapes:
         spec = spec_of(shape, "bf16")
-        for routing, rows in points:
-            ids = route_ids(spec, routing, rows)
-            counts = torch.bincount(ids[(ids >= 0) & (ids < spec.num_local_experts)], minlength=spec.num_local_experts)
-            rival = TorchGroupedMlp(spec.hidden_size, spec.intermediate_size, counts)
-            error = rival.check()
-            floor = floor_ms(spec, counts)
-            row: dict[str, Any] = {"rival": rival.name, "shape": shape, "routing": routing, "rows": rows}
-            row |= measure(lambda i, rival=rival: rival.run(), 3 * floor + 0.05)
-            yield row | {"rel_l2": error, "floor_ms": round(floor, 4), "ok": error < 1e-2}
-            del rival
-            torch.cuda.empty_cache()
+        hidden, inter, experts = spec.hidden_size, spec.intermediate_size, spec.num_local_experts
+        device = torch.device("cuda", torch.cuda.current_device())
+        weights = [base.make_weights(hidden, inter, experts, device, seed) for seed in range(num_weight_sets(shape))]
+        counts = [expert_counts(spec, route_ids(spec, routing, rows)) for routing, rows in points]
+        floors = [floor_ms(spec, count) for count in counts]
+
+        def timer(index: int, floors: list[float] = floors) -> catalog.Measure:
+            return lambda enqueue: measure(enqueue, 2 * floors[index] + 0.05)
+
+        for index, row in catalog.measure_all(weights, [count.tolist() for count in counts], timer):
+            routing, rows = points[index]
+            named = {"shape": shape, "routing": routing, "rows": rows, "floor_ms": round(floors[index], 4)}
+            yield {**named, **row, "ok": row["status"] != "failed"}
+        del weights
+        torch.cuda.empty_cache()
 
 
 def _measure_point(
@@ -188,8 +208,7 @@ def _measure_point(
         layer.set_tokens(count)
     x, w = cases.tokens(spec, count, 3), cases.weights(spec, ids, 4)
     y = torch.empty(count, spec.hidden_size, dtype=torch.bfloat16, device="cuda")
-    counts = torch.bincount(ids[(ids >= 0) & (ids < spec.num_local_experts)], minlength=spec.num_local_experts)
-    floor = floor_ms(spec, counts)
+    floor = floor_ms(spec, expert_counts(spec, ids))
     result: dict[str, Any] = {"tokens": count}
     result |= measure(lambda i: layers[i % len(layers)].enqueue(tile, x, ids, w, y), floor * 1.2 + 0.01)
     result |= {"floor_ms": round(floor, 4), "pct_sol": round(100 * floor / result["sustained_ms"], 1)}

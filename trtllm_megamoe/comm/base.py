@@ -1,26 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communicator offers: who am I, shared bytes that peers can map, a memory fence, and rare collectives.
+"""What a communicator offers: who am I, rare collectives, a memory fence, and launching beside one's peers.
 
-The CPU engine's protocol needs nothing else. Collectives are for construction only; the forward path uses the shared
-bytes and the fence.
+Collectives are for construction only; the forward path uses shared memory (`trtllm_megamoe.symmetric`) and the fence.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
-
-import torch
-
-
-@dataclass(frozen=True)
-class SharedBytes:
-    """One collective allocation: uint8 views of every rank's bytes (index = rank), and how to give it back."""
-
-    views: Sequence[torch.Tensor]
-    release: Callable[[], None]
 
 
 class Communicator(ABC):
@@ -39,12 +27,16 @@ class Communicator(ABC):
         """Return when every rank has entered. Collective."""
 
     @abstractmethod
-    def allocate_shared(self, num_bytes: int, timeout_s: float) -> SharedBytes:
-        """Allocate `num_bytes` on every rank and map all ranks' bytes here. Collective, and so is its `release`.
-
-        The bytes are NOT zeroed (the region table says which must be).
-        """
-
-    @abstractmethod
     def fence(self) -> None:
         """Order this rank's earlier accesses to shared bytes before its later ones (release and acquire)."""
+
+    def launch_together(self, launch: Callable[[], None], timeout_s: float) -> None:
+        """Issue device work that waits for the peers' launches; call it with nothing but the launch inside.
+
+        Ranks of different processes just issue it. Ranks that share one GPU from one process issue theirs between two
+        meetings of all ranks' threads: whatever may block on the device (an allocation, a copy, the load of code)
+        comes before the first or after the second, so it never stands between a launch and one it waits for.
+
+        Collective: where ranks share a process. Graph-safe: replaying is such work; capturing is not and needs no call.
+        """
+        launch()

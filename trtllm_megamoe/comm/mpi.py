@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trtllm_megamoe.comm.base import Communicator, SharedBytes
+from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.comm.launch import QUIET_OPEN_MPI
 from trtllm_megamoe.errors import MegaMoeTimeoutError, MegaMoeUnavailableError
 
@@ -20,6 +22,14 @@ _POLL_S = 0.0005
 _FAREWELL_S = 10.0
 _START_S = 120.0
 """Longest wait for all ranks to build their communicator, unless the caller says otherwise."""
+
+
+@dataclass(frozen=True)
+class SharedBytes:
+    """One collective allocation: uint8 views of every rank's bytes (index = rank), and how to give it back."""
+
+    views: Sequence[torch.Tensor]
+    release: Callable[[], None]
 
 
 class MpiCommunicator(Communicator):
@@ -67,6 +77,7 @@ class MpiCommunicator(Communicator):
             time.sleep(_POLL_S)
 
     def allocate_shared(self, num_bytes: int, timeout_s: float) -> SharedBytes:
+        """Allocate host bytes on every rank and map all of them here; not zeroed. Collective, and so is `release`."""
         self.barrier(timeout_s)
         window = self._mpi.Win.Allocate_shared(num_bytes, 1, comm=self._comm)
         # passive epoch for the window's whole life: plain loads and stores, ordered by Sync

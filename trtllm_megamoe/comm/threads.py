@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of one process: the transport for tests, tutorials and machines without MPI."""
+"""Ranks as threads of one process: the transport for tests, tutorials and machines without MPI.
+
+On a GPU every rank is a thread with a stream of its own (virtual ranks, design D9). The stream belongs to the thread
+and not to an engine: torch's current stream is thread-local, so everything a rank does between two launches (inputs,
+outputs, weights) is ordered with them, and none of it lands on the default stream that all threads share.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
-from trtllm_megamoe.comm.base import Communicator, SharedBytes
+from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.errors import MegaMoeAbortedError, MegaMoeConfigError, MegaMoeTimeoutError
 
 Result = TypeVar("Result")
+
+_MOST_STREAMS = 32
+"""torch hands out this many different streams of a GPU, then the first one again."""
 
 
 class _ThreadGroup:
@@ -78,13 +88,16 @@ class ThreadCommunicator(Communicator):
     def barrier(self, timeout_s: float) -> None:
         self.allgather(None, timeout_s)
 
-    def allocate_shared(self, num_bytes: int, timeout_s: float) -> SharedBytes:
-        views = self.allgather(torch.empty(num_bytes, dtype=torch.uint8), timeout_s)
-        return SharedBytes(views, release=lambda: None)  # the tensors die with their last reference
-
     def fence(self) -> None:
         with self._group.changed:
             pass
+
+    def launch_together(self, launch: Callable[[], None], timeout_s: float) -> None:
+        if self.size == 1:
+            return launch()
+        self.barrier(timeout_s)
+        launch()
+        self.barrier(timeout_s)
 
 
 def single() -> Communicator:
@@ -92,28 +105,38 @@ def single() -> Communicator:
     return ThreadCommunicator(_ThreadGroup(1), 0)
 
 
-def run_threads(ep_size: int, fn: Callable[[Communicator], Result], timeout_s: float) -> list[Result]:
+def run_threads(
+    ep_size: int,
+    fn: Callable[[Communicator], Result],
+    timeout_s: float,
+    device: torch.device | str | None = None,
+) -> list[Result]:
     """Run `fn(comm)` on `ep_size` threads, one per rank, and return the results in rank order.
 
     When ranks fail, the error of the first rank that failed by itself (not because a peer stopped) is raised.
 
     Args:
-        ep_size: Number of ranks, at least 1.
+        ep_size: Number of ranks, at least 1; at most 32 on a GPU.
         fn: Called once per rank with that rank's communicator.
         timeout_s: Longest wait for all threads together, seconds.
+        device: A GPU on which all ranks work: every thread gets it as current device, and a non-blocking stream of its
+            own as current stream, which is idle when `fn`'s result is returned. None: no GPU is touched.
 
     Raises:
+        MegaMoeConfigError: An illegal number of ranks.
         MegaMoeTimeoutError: A thread has not returned in time; the text names it.
     """
     if ep_size < 1:
         raise MegaMoeConfigError(f"ep_size must be at least 1, got {ep_size}")
+    streams = _rank_streams(ep_size, device)
     group = _ThreadGroup(ep_size)
     results: list[Any] = [None] * ep_size
     failures: list[tuple[int, BaseException]] = []
 
     def body(rank: int) -> None:
         try:
-            results[rank] = fn(ThreadCommunicator(group, rank))
+            with _working_on(streams[rank]):
+                results[rank] = fn(ThreadCommunicator(group, rank))
         except BaseException as err:
             failures.append((rank, err))
             group.fail(rank)
@@ -131,3 +154,25 @@ def run_threads(ep_size: int, fn: Callable[[Communicator], Result], timeout_s: f
     if stuck:
         raise MegaMoeTimeoutError(f"ranks {stuck} of {ep_size} did not return within {timeout_s:g} s")
     return results
+
+
+def _rank_streams(ep_size: int, device: torch.device | str | None) -> list[torch.cuda.Stream | None]:
+    """One stream for each rank, all different: made together, before any thread can ask for one in between."""
+    if device is None or torch.device(device).type != "cuda":
+        return [None] * ep_size
+    if ep_size > _MOST_STREAMS:
+        raise MegaMoeConfigError(f"at most {_MOST_STREAMS} virtual ranks fit one GPU (a stream each), got {ep_size}")
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # launches that wait for each other must not share a hardware queue; read when the GPU's context is made
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(_MOST_STREAMS))
+    return [torch.cuda.Stream(device) for _ in range(ep_size)]  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _working_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()

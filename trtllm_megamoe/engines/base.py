@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_megamoe.errors import MegaMoeUnavailableError
+from trtllm_megamoe.kernels.prepared import LaunchChoice
+from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -69,10 +72,24 @@ class Engine(ABC):
             MegaMoeUnavailableError: This engine keeps its intermediates to itself.
         """
 
+    def launch_choice(self, bucket: int) -> LaunchChoice | None:
+        """What a bucket launches; None before weights are bound, and on an engine that has no kernels."""
+        return None
+
+    def pin_tactic(self, bucket: int, tactic: Tactic) -> None:
+        """Run one bucket with this tactic from the next launch on. Not collective; every rank must pin the same.
+
+        Raises:
+            MegaMoeUnavailableError: This engine has no tactics, or the kernel cannot be had here.
+            MegaMoeConfigError: The tactic is not legal; names the rule.
+            MegaMoeStateError: No weights are bound.
+        """
+        raise MegaMoeUnavailableError(f"engine '{self.name}' has no tactics to choose from")
+
     @abstractmethod
     def saturation(self) -> SaturationReport | None:
         """Saturated blocks since the last load, or None where this engine does not count them."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the workspace back. Idempotent."""
+        """Let go of everything but the workspace, which the layer gives back. Idempotent."""

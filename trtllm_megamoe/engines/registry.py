@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from trtllm_megamoe.buckets import BucketLadder
-from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.config import EngineName, MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine
 from trtllm_megamoe.engines.cuda.availability import why_not
 from trtllm_megamoe.errors import MegaMoeUnavailableError
-from trtllm_megamoe.regions import RegionTable
+from trtllm_megamoe.symmetric.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,17 @@ def choose_engine(requested: EngineName, ep_size: int) -> EngineChoice:
     return EngineChoice("cuda", "auto: a Hopper GPU is visible")
 
 
-def build_engine(
-    choice: EngineChoice, config: MegaMoeConfig, table: RegionTable, ladder: BucketLadder, comm: Communicator
-) -> Engine:
-    """Construct the chosen engine. Collective."""
+def engine_device(choice: EngineChoice) -> torch.device:
+    """Where the chosen engine works on this rank, and so where its workspace must lie."""
+    return torch.device("cuda", torch.cuda.current_device()) if choice.name == "cuda" else torch.device("cpu")
+
+
+def build_engine(choice: EngineChoice, config: MegaMoeConfig, ladder: BucketLadder, workspace: Workspace) -> Engine:
+    """Construct the chosen engine on a workspace of its device."""
     if choice.name == "cuda":
         from trtllm_megamoe.engines.cuda.engine import CudaEngine
 
-        return CudaEngine(config, table, ladder, comm.rank)
+        return CudaEngine(config, workspace, ladder)
     from trtllm_megamoe.engines.cpu.engine import CpuEngine
 
-    return CpuEngine(config, table, comm)
+    return CpuEngine(config, workspace)

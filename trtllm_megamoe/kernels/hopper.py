@@ -18,10 +18,12 @@ from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode, ScorePlacement
-from trtllm_megamoe.kernels.prepared import PreparedLaunch
+from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
+from trtllm_megamoe.kernels.tactics import tile_of
+from trtllm_megamoe.tuning.table import ResolvedTactic
 from vendored_kernels import registry
 from vendored_kernels.launch import Launch
-from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile, fc1_lag
+from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile
 from vendored_kernels.sm90.sites import SITE_NAMES
 
 ARCH = "sm_90a"
@@ -47,6 +49,7 @@ def layer_spec(config: MegaMoeConfig, ep_size: int, mode: ActivationMode) -> Lay
         swiglu_limit=config.swiglu_limit,
         swiglu_alpha=config.swiglu_alpha,
         swiglu_beta=config.swiglu_beta,
+        ep_size=ep_size,
     )
     try:
         spec.check()
@@ -56,24 +59,24 @@ def layer_spec(config: MegaMoeConfig, ep_size: int, mode: ActivationMode) -> Lay
 
 
 def tiles_of_ladder(spec: LayerSpec, ladder: BucketLadder, num_sms: int) -> dict[int, TileConfig]:
-    """Bucket -> tile configuration; several buckets may share one."""
+    """Bucket -> tile configuration of the heuristic; several buckets may share one."""
     return {rung: choose_tile(spec, rung, num_sms) for rung in ladder.rungs}
 
 
 def load_launches(
     spec: LayerSpec,
-    ladder: BucketLadder,
-    num_sms: int,
+    tactics: Mapping[int, ResolvedTactic],
+    num_ctas: int,
     anchor: torch.Tensor,
     addresses: Mapping[str, int],
     cache: ObjectCache | None = None,
-) -> dict[int, Callable[..., None]]:
+) -> dict[int, PreparedLaunch]:
     """Bucket -> launch with its fixed arguments bound; objects come from the cache, missing ones are compiled first.
 
     Args:
         spec: See :func:`layer_spec`.
-        ladder: The layer's buckets.
-        num_sms: Multiprocessors; the grid is as large, every CTA must be resident.
+        tactics: Bucket -> what it runs; legal ones (see :mod:`trtllm_megamoe.kernels.selection`).
+        num_ctas: CTAs of a launch; all must be resident, so no more than this rank has multiprocessors for itself.
         anchor: Any tensor of the device.
         addresses: Values of `vendored_kernels.launch` arguments that do not change between launches.
         cache: Object cache; None takes the user's.
@@ -81,17 +84,19 @@ def load_launches(
     Raises:
         MegaMoeUnavailableError: As :func:`obtain`.
     """
-    tiles = tiles_of_ladder(spec, ladder, num_sms)
+    tiles = {bucket: tile_of(resolved.tactic) for bucket, resolved in tactics.items()}
     directories = obtain(spec, tiles.values(), cache if cache is not None else ObjectCache())
-    by_tile: dict[str, PreparedLaunch] = {}
-    for tile in tiles.values():
-        if tile.name not in by_tile:
-            kernel = KernelConfig(spec, tile)
-            numbers = {"grid": num_sms, "lag": fc1_lag(spec, tile, num_sms)}
-            function = registry.load_kernel(kernel, ARCH, directories[tile.name])
+    prepared: dict[ResolvedTactic, PreparedLaunch] = {}
+    for bucket, resolved in tactics.items():
+        if resolved not in prepared:
+            kernel = KernelConfig(spec, tiles[bucket])
+            numbers = {"grid": num_ctas, "ctas_per_rank": num_ctas, "lag": resolved.tactic.fc1_lag * num_ctas}
+            function = registry.load_kernel(kernel, ARCH, directories[kernel.tile.name])
             launch = Launch(function, anchor, {**addresses, **numbers})
-            by_tile[tile.name] = PreparedLaunch(kernel_name(kernel), launch, torch.cuda.is_current_stream_capturing)
-    return {bucket: by_tile[tile.name] for bucket, tile in tiles.items()}
+            choice = LaunchChoice(kernel_name(kernel), object_key(kernel).digest, resolved)
+            launch(dry=1)  # loads the code, which neither a capture nor a launch that waits for peers should do
+            prepared[resolved] = PreparedLaunch(choice, launch)
+    return {bucket: prepared[resolved] for bucket, resolved in tactics.items()}
 
 
 def describe_site(site: int, index: int) -> str:
@@ -124,28 +129,33 @@ def kernel_name(kernel: KernelConfig) -> str:
     layer = kernel.layer
     return (
         f"{ARCH}-{kernel.tile.name}-h{layer.hidden_size}-i{layer.intermediate_size}-e{layer.num_local_experts}"
-        f"-k{layer.top_k}-{layer.activation_mode}-{layer.combine_format}"
+        f"-k{layer.top_k}-r{layer.ep_size}-{layer.activation_mode}-{layer.combine_format}"
     )
 
 
-def _get_or_compile(kernel: KernelConfig, cache: ObjectCache) -> tuple[Entry, str]:
-    from vendored_kernels.compile import KernelCompileError, compile_kernels
-
+def object_key(kernel: KernelConfig) -> ObjectKey:
+    """Identity of a kernel's object in the store."""
     facts = kernel.facts()
-    key = ObjectKey(
+    return ObjectKey(
         name=kernel_name(kernel),
         sources=registry.source_digest(),
         dsl_version=registry.DSL_VERSION,
         arch=ARCH,
         geometry=facts["layer"],
-        tactic=facts["tile"],
+        tactic={**facts["tile"], "all_ranks": facts["all_ranks"]},
     )
+
+
+def _get_or_compile(kernel: KernelConfig, cache: ObjectCache) -> tuple[Entry, str]:
+    from vendored_kernels.compile import KernelCompileError, compile_configs
+
+    key = object_key(kernel)
     entry = cache.get(key)
     if entry is not None:
         return entry, "cached"
 
     def build(directory: Path) -> None:
-        compile_kernels(ARCH, kernel.layer, [kernel.tile.name], directory)
+        compile_configs(ARCH, [kernel], directory)
 
     try:
         return cache.get_or_build(key, build), "compiled"

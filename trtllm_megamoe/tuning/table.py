@@ -17,8 +17,9 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trtllm_megamoe.agreement import require_rank_identical
 from trtllm_megamoe.comm.base import Communicator
@@ -29,6 +30,8 @@ from trtllm_megamoe.tuning.tuner import Failure, TunedBucket
 logger = logging.getLogger(__name__)
 
 SCHEMA = "megamoe-tactics/1"
+
+TacticSource = Literal["heuristic", "tuned", "pinned"]
 
 
 class _ForeignTableError(Exception):
@@ -56,6 +59,14 @@ class TuningEnvironment:
                 line = f"{name}: table {value!r}, here {getattr(here, name)!r}"
                 (hard if name in ("kernel", "arch") else soft).append(line)
         return hard, soft
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTactic:
+    """What a bucket runs, and who says so: the heuristic, a table that tuning wrote, or a caller that pinned it."""
+
+    tactic: Tactic
+    source: TacticSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,7 @@ def resolve_tactics(
     path: Path | None,
     comm: Communicator,
     timeout_s: float,
-) -> dict[int, Tactic]:
+) -> dict[int, ResolvedTactic]:
     """The tactic of every bucket for serving: from the table where it may be used, else from the heuristic. Collective.
 
     Measures nothing. Every rank makes the same exchanges, whatever it finds.
@@ -141,17 +152,15 @@ def resolve_tactics(
     if error is not None:
         raise MegaMoeConfigError(error)
     refusals = {bucket: space.why_illegal(tactic, bucket) for bucket, tactic in found.items()}
-    chosen = dict(heuristic)
+    chosen = {bucket: ResolvedTactic(tactic, "heuristic") for bucket, tactic in heuristic.items()}
     votes = comm.allgather(refusals, timeout_s)
     for bucket, tactic in found.items():
         against = [(rank, vote[bucket]) for rank, vote in enumerate(votes) if vote[bucket] is not None]
         if against:
             rank, reason = against[0]
-            logger.warning(
-                "bucket %d: %s of %s is not legal on rank %d (%s); heuristic", bucket, tactic, path, rank, reason
-            )
+            _warn_once(f"bucket {bucket}: {tactic} of {path} is not legal on rank {rank} ({reason}); heuristic")
         else:
-            chosen[bucket] = tactic
+            chosen[bucket] = ResolvedTactic(tactic, "tuned")
     return chosen
 
 
@@ -165,24 +174,30 @@ def _look_up(
     try:
         table = _read(path)
     except _ForeignTableError as err:
-        logger.warning("tactic table %s is not used: %s; heuristics", path, err)
+        _warn_once(f"tactic table {path} is not used: {err}; heuristics")
         return {}, None
     except MegaMoeConfigError as err:
         return {}, str(err)
     hard, soft = table.environment.mismatches(here)
     if hard:
-        logger.warning("tactic table %s is not used: %s; heuristics", path, "; ".join(hard))
+        _warn_once(f"tactic table {path} is not used: {'; '.join(hard)}; heuristics")
         return {}, None
     if soft:
-        logger.warning("tactic table %s was made elsewhere and is used: %s", path, "; ".join(soft))
+        _warn_once(f"tactic table {path} was made elsewhere and is used: {'; '.join(soft)}")
     tuned = table.of_layer(layer)
     missing = [bucket for bucket in buckets if bucket not in tuned]
     if missing:
-        logger.warning("tactic table %s has no entry for buckets %s of this layer: heuristics", path, missing)
+        _warn_once(f"tactic table {path} has no entry for buckets {missing} of the layer {dict(layer)}: heuristics")
     found = {bucket: tuned[bucket].tactic for bucket in buckets if bucket in tuned}
     for bucket, tactic in found.items():
         logger.info("bucket %d: %s from %s", bucket, tactic, path)
     return found, None
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Sixty layers that look up the same thing say it once."""
+    logger.warning("%s", text)
 
 
 def _bucket_to_json(tuned: TunedBucket) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from trtllm_megamoe.errors import MegaMoeWeightError
 from trtllm_megamoe.weights.faults import id_ranges
 from trtllm_megamoe.weights.model_facts import ModelFacts, check_nvfp4, read_json, read_model_facts
+from trtllm_megamoe.weights.read_ahead import Read, read_in_order
 from trtllm_megamoe.weights.safetensors_file import SafetensorsFile, TensorEntry
 from trtllm_megamoe.weights.spec import (
     AuxFamily,
@@ -174,7 +176,7 @@ class Checkpoint:
         ]
 
     def iter_layer(self, layer: int, experts: Iterable[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read one layer's routed experts lazily, expert by expert.
+        """Read one layer's routed experts lazily, expert by expert; threads read a few large tensors ahead.
 
         Args:
             layer: model layer.
@@ -187,13 +189,18 @@ class Checkpoint:
         Raises:
             MegaMoeWeightError: no such layer, an unknown dialect, or a file that shrank meanwhile.
         """
+        tensors = self.layer_tensors(layer, experts)
         with ExitStack() as stack:
-            descriptors: dict[Path, int] = {}
-            for stored in self.layer_tensors(layer, experts):
-                path = stored.file.path
-                if path not in descriptors:
-                    descriptors[path] = stack.enter_context(stored.file.descriptor())
-                yield stored.name, stored.file.read(stored.name, descriptors[path])
+            files = {stored.file for stored in tensors}
+            descriptors = {file: stack.enter_context(file.descriptor()) for file in files}
+            reads = (
+                Read(stored.entry.nbytes, partial(stored.file.read, stored.name, descriptors[stored.file]))
+                for stored in tensors
+            )
+            # The inner iterator is closed first: its threads use the descriptors.
+            contents = stack.enter_context(closing(read_in_order(reads)))
+            for stored in tensors:
+                yield stored.name, next(contents)
 
     def _require_dialect(self, layer: int) -> None:
         contents = self.contents[layer]

@@ -10,6 +10,7 @@ import torch
 
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.weights.experts import ExpertWeights
+from trtllm_megamoe.weights.feed import ExpertFeed
 from trtllm_megamoe.weights.host_memory import host_bytes
 from trtllm_megamoe.weights.layout_base import Buffers, ExpertBulk, Layout
 from trtllm_megamoe.weights.layout_reference import ReferenceLayout
@@ -77,8 +78,9 @@ def pack_staged(
         The sets written.
     """
     packed: list[Buffers] = []
+    feed = ExpertFeed(device)
     for row, expert in enumerate(staging.spec.local_experts):
-        bulk = staging.take_expert(expert).to(device)
+        bulk = feed.put(staging.take_expert(expert))
         if out is None and isinstance(layout, ReferenceLayout):
             packed.append(bulk._asdict())  # checkpoint order already
             continue

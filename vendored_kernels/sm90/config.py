@@ -31,6 +31,9 @@ MAX_EP_SIZE = 16
 MAX_SHARED_BYTES = 232448
 REGISTER_FILE = 65536
 
+MIN_STAGES = 3
+"""Stages of each ring below which loads stop hiding behind the tensor cores."""
+
 PASS_TOKENS = 64
 """Tokens an epilogue takes through its staging buffer at a time."""
 
@@ -191,6 +194,8 @@ class TileConfig:
             faults.append(f"token_widths {widths} must be multiples of 8 in 8..128")
         if self.rows not in (128, 256) or self.math_warpgroups != 2:
             faults.append(f"rows {self.rows} must be 128 or 256, math_warpgroups {self.math_warpgroups} must be 2")
+        if self.max_stages < MIN_STAGES:
+            faults.append(f"max_stages {self.max_stages} must be at least {MIN_STAGES}")
         if self.math_registers % 8 or self.producer_registers % 8:
             faults.append("register counts must be multiples of 8")
         if faults:
@@ -230,9 +235,10 @@ class KernelConfig:
     def _choose_stages(self) -> tuple[int, int]:
         """Weights come from HBM and want about 110 KB in flight; tokens come from L2 and need three stages."""
         room = MAX_SHARED_BYTES - self.fixed_shared_bytes
-        weights = tokens = 3
+        weights = tokens = MIN_STAGES
         if weights * self.weight_stage_bytes + tokens * self.token_stage_bytes > room:
-            raise KernelConfigError(f"tile configuration {self.tile.name!r}: three stages of each ring do not fit")
+            name = self.tile.name
+            raise KernelConfigError(f"tile configuration {name!r}: {MIN_STAGES} stages of each ring do not fit")
         while True:
             used = weights * self.weight_stage_bytes + tokens * self.token_stage_bytes
             more_weights = used + self.weight_stage_bytes <= room and weights < self.tile.max_stages

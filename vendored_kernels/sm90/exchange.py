@@ -33,8 +33,9 @@ PRODUCER_BARRIER = 11
 PIECE_COLUMNS = {"nvfp4": 1024, "bf16": 512}
 """Columns of a token row that one warp pulls at a time, its loads all in flight; the unit of `pool_ready`."""
 
-HEADER_WORDS = (1, 2)
-"""Words of a rank's header that all ranks must share: the buffers' generation and the layout's digest."""
+HEADER_FIXED_WORDS = 2
+"""Words of a rank's header that never change: the buffers' generation, the layout's digest. Two banks of the launch's
+facts follow: what all ranks must launch alike."""
 
 
 def pieces_per_row(cfg) -> int:
@@ -137,7 +138,17 @@ def place_routes(
 
 
 @cute.jit
-def publish(cfg, ex: Int32, control: Int32, staged: Int64, staging_ctas, cells_at: Int64, header_at: Int64, thread):
+def publish(
+    cfg,
+    ex: Int32,
+    control: Int32,
+    staged: Int64,
+    staging_ctas,
+    cells_at: Int64,
+    header_at: Int64,
+    launch_facts: Int64,
+    thread,
+):
     """CTA 0's dispatch warps: when every CTA has staged, one size cell per expert of the layer, also where it is 0.
 
     Each thread's fence stands between what it saw of `staged` and its own cells.
@@ -150,6 +161,8 @@ def publish(cfg, ex: Int32, control: Int32, staged: Int64, staging_ctas, cells_a
     if thread % 32 == 0:
         gave_up = wait_at_least(staged, staging_ctas, control, ranks, SITE_STAGED, 0)
     if ptx.broadcast_lane0(gave_up) == 0:
+        own_facts = ptx.lds64(ex + at.peers + rank * 8) + header_at + (HEADER_FIXED_WORDS + (Int32(tag) & 1)) * 8
+        ptx.stg64(own_facts, launch_facts)  # every thread, so that each one's fence covers it
         ptx.fence_acq_rel_sys()
         expert = thread
         while expert < cfg.layer.num_experts:
@@ -159,12 +172,20 @@ def publish(cfg, ex: Int32, control: Int32, staged: Int64, staging_ctas, cells_a
             count = ptx.lds32(ex + at.counts + expert * 4)
             ptx.peer_flag_store_relaxed_sys64(cell + Int64(place) * 8, tag * (1 << COUNT_BITS) + Int64(count))
             expert = expert + 32 * DISPATCH_WARPS
-        if thread < ranks:  # every peer's buffer must be the one this rank was built with
-            for word in HEADER_WORDS:
-                expected = ptx.ldg64(ptx.lds64(ex + at.peers + rank * 8) + header_at + word * 8)
-                seen = ptx.ldg64(ptx.lds64(ex + at.peers + thread * 8) + header_at + word * 8)
-                if seen != expected:
-                    record_failure(control, ranks, Int32(SITE_HEADER), thread, expected, seen)
+
+
+@cute.jit
+def compare_headers(cfg, ex: Int32, control: Int32, header_at: Int64, peer):
+    """After the cells: the peer's buffer must be the one this rank was built with, its launch one of the same layer."""
+    at = const_expr(ExchangeOffsets(cfg))
+    rank = ptx.lds32(control + RANK)
+    facts = HEADER_FIXED_WORDS + ((ptx.lds32(control + LAUNCH) + 1) & 1)
+    for i in cutlass.range_constexpr(HEADER_FIXED_WORDS + 1):
+        word = facts if i == HEADER_FIXED_WORDS else Int32(i)
+        expected = ptx.ldg64(ptx.lds64(ex + at.peers + rank * 8) + header_at + Int64(word) * 8)
+        seen = ptx.ldg64(ptx.lds64(ex + at.peers + peer * 8) + header_at + Int64(word) * 8)
+        if seen != expected:
+            record_failure(control, cfg.layer.ep_size, Int32(SITE_HEADER), peer, expected, seen)
 
 
 @cute.jit

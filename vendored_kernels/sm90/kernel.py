@@ -121,6 +121,7 @@ class Sm90MegaMoeNvfp4Kernel:
         peers: Int64,
         abort_at: Int64,
         header_at: Int64,
+        launch_facts: Int64,
         cells_at: Int64,
         returns_at: Int64,
         index_at: Int64,
@@ -211,6 +212,7 @@ class Sm90MegaMoeNvfp4Kernel:
             peers,
             abort_at,
             header_at,
+            launch_facts,
             cells_at,
             returns_at,
             index_at,
@@ -262,6 +264,7 @@ class Sm90MegaMoeNvfp4Kernel:
         peers: Int64,
         abort_at: Int64,
         header_at: Int64,
+        launch_facts: Int64,
         cells_at: Int64,
         returns_at: Int64,
         index_at: Int64,
@@ -390,10 +393,20 @@ class Sm90MegaMoeNvfp4Kernel:
                 if const_expr(cfg.exchange):
                     if bidx == 0 and warp >= math_warps + 4 and fault_step != FAULT_PUBLISH:
                         exchange.publish(
-                            cfg, ex, control, bank + STAGED * 4, staging_ctas, cells_at, header_at, producer - 128
+                            cfg,
+                            ex,
+                            control,
+                            bank + STAGED * 4,
+                            staging_ctas,
+                            cells_at,
+                            header_at,
+                            launch_facts,
+                            producer - 128,
                         )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
                     exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
+                    if bidx == 0 and producer < layer.ep_size:
+                        exchange.compare_headers(cfg, ex, control, header_at, producer)
                 if warp < math_warps + 4:
                     blocks, live = scheduler.build_table(cfg, table, lag, producer)
                     if const_expr(cfg.exchange):

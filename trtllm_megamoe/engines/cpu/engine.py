@@ -22,12 +22,11 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine, SaturationReport
 from trtllm_megamoe.engines.cpu import numerics
 from trtllm_megamoe.engines.cpu.experts import ExpertMath
-from trtllm_megamoe.engines.cpu.memory import allocate
+from trtllm_megamoe.engines.cpu.memory import RegionViews
 from trtllm_megamoe.errors import (
     MegaMoeAbortedError,
     MegaMoeError,
@@ -36,7 +35,16 @@ from trtllm_megamoe.errors import (
     MegaMoeTimeoutError,
 )
 from trtllm_megamoe.formats import ScorePlacement, round_up
-from trtllm_megamoe.regions import COUNT_BITS, COUNTER_BANKS, TOKEN_BLOCK_ROWS, RegionTable
+from trtllm_megamoe.regions import (
+    COUNT_BITS,
+    COUNTER_BANKS,
+    HEADER_FACTS,
+    HEADER_GENERATION,
+    HEADER_LAYOUT,
+    TOKEN_BLOCK_ROWS,
+    launch_facts,
+)
+from trtllm_megamoe.symmetric.workspace import Workspace
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -64,26 +72,31 @@ class PooledExpert:
 
 
 class CpuEngine(Engine):
-    """See the module docstring. Collective: construction and forward, in the same order on all ranks."""
+    """See the module docstring. Collective: forward, in the same order on all ranks."""
 
     name = "cpu"
     layout = "reference"
     device = torch.device("cpu")
 
-    def __init__(self, config: MegaMoeConfig, table: RegionTable, comm: Communicator) -> None:
+    def __init__(self, config: MegaMoeConfig, workspace: Workspace) -> None:
+        table = workspace.table
         self._config = config
+        self._workspace = workspace
+        self._layer_index = workspace.add_layer()
         self._geometry = table.geometry
-        self._comm = comm
-        self._rank = comm.rank
-        self._local, self._shared, self._allocation = allocate(table, comm, config.timeout_s)
+        self._comm = workspace.comm
+        self._rank = self._comm.rank
+        self._local = RegionViews(table, "local", workspace.local)
+        self._shared = [RegionViews(table, "shared", memory) for memory in workspace.shared.views]
         self._own = self._shared[self._rank]
+        self._facts = 0
         self._math: ExpertMath | None = None
         self._saturation = SaturationReport()
 
     def bind(self, weights: WeightStore) -> None:
         self._math = ExpertMath(weights, self._config)
         self._saturation = SaturationReport()
-        self._own["header"][0] = self._math.shared_facts_digest()
+        self._facts = launch_facts(self._layer_index, self._math.shared_facts_digest())
 
     def observe(self, observer: ActivationObserver | None) -> None:
         if self._math is None:
@@ -94,12 +107,14 @@ class CpuEngine(Engine):
         return self._saturation
 
     def close(self) -> None:
-        self._allocation.release()
+        """All memory is the workspace's."""
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
         if self._math is None:
             raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
+        self._workspace.require_open()
         self._raise_if_aborted("entry", 0)
+        self._workspace.require_launchable()
         self.last_bucket = bucket  # one configuration serves all buckets here
         epoch = int(self._local["epoch"][0]) + 1
         try:
@@ -111,6 +126,7 @@ class CpuEngine(Engine):
                 self._compute_and_return(pooled)
             out = self._reduce(topk_ids, topk_weights, epoch)
         except MegaMoeError:
+            self._workspace.invalidate()
             self._tell_peers_to_stop()
             raise
         self._local["epoch"][0] = epoch
@@ -142,7 +158,8 @@ class CpuEngine(Engine):
         for owner, end in enumerate(ends):
             mine = routes[end - int(counts[owner].sum()) : end]
             self._shared[owner]["index_rows"][self._rank, : mine.numel()] = mine.int()
-        self._comm.fence()  # index rows, payload and weights' digest before the cells that announce them
+        self._own["header"][HEADER_FACTS + epoch % COUNTER_BANKS] = self._facts
+        self._comm.fence()  # index rows, payload and facts before the cells that announce them
         for owner in range(g.ep_size):
             cells = (epoch << COUNT_BITS) | counts[owner]
             self._shared[owner]["size_cells"][epoch % COUNTER_BANKS, self._rank] = cells
@@ -164,7 +181,7 @@ class CpuEngine(Engine):
             return Missing(source, expert, epoch, int(cells[source, expert]) >> COUNT_BITS)
 
         self._wait("size_cells", epoch, missing_cell)
-        self._check_peers_loaded_the_same()
+        self._check_headers(epoch)
         counts = cells & ((1 << COUNT_BITS) - 1)
         starts = counts.cumsum(1) - counts  # of each expert inside each source's index row
         experts: list[PooledExpert] = []
@@ -196,14 +213,29 @@ class CpuEngine(Engine):
         local["pool_meta"][rows, 0] = source
         local["pool_meta"][rows, 1] = routes
 
-    def _check_peers_loaded_the_same(self) -> None:
-        own = int(self._own["header"][0])
-        for peer in range(self._geometry.ep_size):
-            theirs = int(self._shared[peer]["header"][0])
-            if theirs != own:
+    def _check_headers(self, epoch: int) -> None:
+        """Once a peer's cells of this launch are here, so are its facts; see `regions.launch_facts` for their banks."""
+        facts = HEADER_FACTS + epoch % COUNTER_BANKS
+        own = self._own["header"].tolist()
+        for peer, shared in enumerate(self._shared):
+            theirs = shared["header"].tolist()
+            where = f"rank {self._rank}: rank {peer} in launch {epoch}: "
+            for word, what in ((HEADER_GENERATION, "allocation"), (HEADER_LAYOUT, "layout")):
+                if theirs[word] != own[word]:
+                    raise MegaMoeRankDivergenceError(
+                        f"{where}another {what} of the workspace ({theirs[word]:#x}, own {own[word]:#x}); build the "
+                        "workspace and its layers anew on all ranks"
+                    )
+            layer, own_layer = theirs[facts] >> 32, own[facts] >> 32
+            if layer != own_layer:
                 raise MegaMoeRankDivergenceError(
-                    f"rank {self._rank}: rank {peer} loaded weights with other shared facts (activation mode or "
-                    f"fc1 input scale): digest {theirs:#x}, own {own:#x}; load the same checkpoint on every rank"
+                    f"{where}it runs layer {layer - 1} of the workspace, this rank runs layer {own_layer - 1}; call "
+                    "the layers in the same order on every rank"
+                )
+            if theirs[facts] != own[facts]:
+                raise MegaMoeRankDivergenceError(
+                    f"{where}it loaded weights with other shared facts (activation mode or fc1 input scale): digest "
+                    f"{theirs[facts]:#x}, own {own[facts]:#x}; load the same checkpoint on every rank"
                 )
 
     # -- 4. and 5. compute and return

@@ -33,8 +33,8 @@ class ExpertMath:
         self._input_global = torch.tensor(self._w.input_global if self._is_nvfp4 else 0.0, dtype=torch.float32)
 
     def shared_facts_digest(self) -> int:
-        """Non-zero digest of what all ranks must have loaded alike: activation mode and fc1's input scale."""
-        return (1 << 32) | zlib.crc32(self._mode.value.encode() + struct.pack("<f", float(self._input_global)))
+        """32-bit digest of what all ranks must have loaded alike: activation mode and fc1's input scale."""
+        return zlib.crc32(self._mode.value.encode() + struct.pack("<f", float(self._input_global)))
 
     def stage_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, SaturationReport]:
         """bf16 rows (T, H) -> payload bytes, payload scale bytes, saturation of the blocks."""

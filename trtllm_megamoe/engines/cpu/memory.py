@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed views of the region table over raw bytes: a rank's local workspace and every rank's shared one."""
+"""Typed views of the region table over raw bytes: of a rank's local space and of every rank's shared one."""
 
 from __future__ import annotations
 
 import torch
 
-from trtllm_megamoe.comm.base import Communicator, SharedBytes
 from trtllm_megamoe.regions import RegionTable, Space
 
 # torch has no arithmetic on unsigned words; the protocol keeps every u64 and u32 below the sign bit
@@ -30,23 +29,3 @@ class RegionViews:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
-
-
-def allocate(
-    table: RegionTable, comm: Communicator, timeout_s: float
-) -> tuple[RegionViews, list[RegionViews], SharedBytes]:
-    """Allocate both spaces, zero what must start at zero, and map all peers' shared regions. Collective.
-
-    Returns:
-        This rank's local views, every rank's shared views (index = rank), and the allocation behind the latter.
-    """
-    local = RegionViews(table, "local", torch.empty(table.total_bytes("local"), dtype=torch.uint8))
-    allocation = comm.allocate_shared(table.total_bytes("shared"), timeout_s)
-    shared = [RegionViews(table, "shared", memory) for memory in allocation.views]
-    for region in table.regions():
-        if region.zero_at_start:
-            views = local if region.space == "local" else shared[comm.rank]
-            views[region.name].zero_()
-    comm.fence()
-    comm.barrier(timeout_s)
-    return local, shared, allocation

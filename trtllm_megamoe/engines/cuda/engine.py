@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA engine on one GPU: workspace from the region table, one kernel launch per forward.
+"""The CUDA engine on one GPU: addresses from the workspace, one kernel launch per forward.
 
-The kernel does everything between `x` and the output (`vendored_kernels/sm90/kernel.py`); this module owns memory and
-addresses. A forward synchronises nothing, copies nothing to the host and allocates only its output: it can be captured.
+The kernel does everything between `x` and the output (`vendored_kernels/sm90/kernel.py`); this module owns the
+addresses and the launch. A forward synchronises nothing, copies nothing to the host and allocates only its output: it
+can be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
@@ -17,7 +18,12 @@ from trtllm_megamoe.engines.base import Engine, SaturationReport
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
-from trtllm_megamoe.regions import RegionTable, Space
+from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
+from trtllm_megamoe.kernels.selection import environment, select_tactics
+from trtllm_megamoe.kernels.tactics import tactic_space
+from trtllm_megamoe.symmetric.workspace import Workspace
+from trtllm_megamoe.tuning.table import ResolvedTactic
+from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -33,17 +39,21 @@ class CudaEngine(Engine):
     name = "cuda"
     layout = "sm90"
 
-    def __init__(self, config: MegaMoeConfig, table: RegionTable, ladder: BucketLadder, rank: int) -> None:
-        self._config, self._table, self._ladder, self._rank = config, table, ladder, rank
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, config: MegaMoeConfig, workspace: Workspace, ladder: BucketLadder) -> None:
+        self._config, self._workspace, self._ladder = config, workspace, ladder
+        self._table, self._rank, self.device = workspace.table, workspace.comm.rank, workspace.device
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._spaces = {space: self._allocate(space) for space in ("shared", "local")}
+        self._spaces = {"shared": workspace.shared.own, "local": workspace.local}
         # the host reads it between launches without waiting for the device
         self._error = torch.zeros(_ERROR_WORDS, dtype=torch.int64, pin_memory=True)
         # T lives in device memory: entry t of this table is t, so no launch has to write it first
         self._token_counts = torch.arange(config.max_tokens_per_rank + 1, dtype=torch.int32, device=self.device)
         self._scales: torch.Tensor | None = None
-        self._launches: dict[int, Callable[..., None]] = {}
+        # collective, so here and not in bind: every rank must run the same
+        here = environment(torch.cuda.get_device_name(self.device), self._num_sms)
+        self._tactics = select_tactics(config, ladder.rungs, here, workspace.comm)
+        self._addresses: dict[str, int] = {}
+        self._launches: dict[int, PreparedLaunch] = {}
         self._mode: ActivationMode | None = None
 
     def bind(self, weights: WeightStore) -> None:
@@ -53,12 +63,14 @@ class CudaEngine(Engine):
         if self._scales is None:
             self._scales = scales
             self._mode = mode
-            self._launches = self._build_launches(weights, mode)
+            self._addresses = self._find_addresses(weights)
+            self._launches = self._load(mode, self._tactics[mode])
         else:
             self._scales.copy_(scales)  # same address: captured graphs read it
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
         self._raise_if_failed()
+        self._workspace.require_launchable()
         if self._scales is None:
             raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
         self.last_bucket = bucket
@@ -81,6 +93,16 @@ class CudaEngine(Engine):
                 "calibrate with engine 'cpu' and write the scales into the checkpoint"
             )
 
+    def launch_choice(self, bucket: int) -> LaunchChoice | None:
+        return self._launches[bucket].choice if bucket in self._launches else None
+
+    def pin_tactic(self, bucket: int, tactic: Tactic) -> None:
+        if self._mode is None:
+            raise MegaMoeStateError(f"rank {self._rank}: pin_tactic before load_weights")
+        space = tactic_space(hopper.layer_spec(self._config, 1, self._mode), self._num_sms)
+        resolved = ResolvedTactic(space.resolve(tactic, bucket), "pinned")
+        self._launches.update(self._load(self._mode, {bucket: resolved}))
+
     def saturation(self) -> SaturationReport | None:
         """The kernel does not count saturated blocks; the CPU engine does."""
         return None
@@ -88,13 +110,6 @@ class CudaEngine(Engine):
     def close(self) -> None:
         self._launches.clear()
         self._spaces.clear()
-
-    def _allocate(self, space: Space) -> torch.Tensor:
-        memory = torch.empty(self._table.total_bytes(space), dtype=torch.uint8, device=self.device)
-        for region in self._table.regions(space):
-            if region.zero_at_start:
-                memory[region.offset_bytes : region.end_bytes].zero_()
-        return memory
 
     def _address(self, name: str) -> int:
         region = self._table[name]
@@ -112,10 +127,10 @@ class CudaEngine(Engine):
             rows[num_local, 0] = torch.reciprocal(torch.tensor(weights.scales.input_global, dtype=torch.float32))
         return rows
 
-    def _build_launches(self, weights: WeightStore, mode: ActivationMode) -> dict[int, Callable[..., None]]:
+    def _find_addresses(self, weights: WeightStore) -> dict[str, int]:
         assert self._scales is not None
         packed = weights.packed
-        addresses = {
+        return {
             "w1": packed["fc1_records"].data_ptr(),
             "w2": packed["fc2_records"].data_ptr(),
             "scales": self._scales.data_ptr(),
@@ -136,8 +151,10 @@ class CudaEngine(Engine):
             "pool_rows": self._table.geometry.max_pool_rows,
             "ready_words": self._table.geometry.max_token_blocks,
         }
+
+    def _load(self, mode: ActivationMode, tactics: Mapping[int, ResolvedTactic]) -> dict[int, PreparedLaunch]:
         spec = hopper.layer_spec(self._config, 1, mode)
-        return hopper.load_launches(spec, self._ladder, self._num_sms, self._spaces["local"][:256], addresses)
+        return hopper.load_launches(spec, tactics, self._num_sms, self._spaces["local"][:256], self._addresses)
 
     def _raise_if_failed(self) -> None:
         """The kernel writes its error record to host memory; an earlier launch's failure surfaces here."""

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rivals, and how any of them is measured: checked first, timed only where right, and a reason for every gap.
+
+Used by `python -m microbench` and by the GPU suite; both bring their own way of timing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from microbench.check import Verdict
+from microbench.environment import version_of
+from microbench.rivals.base import REGION, Rival, RivalCheck, Rows, Weights, check, make_rows
+from microbench.rivals.humming_nvfp4 import HummingGrouped, HummingIndexed
+from microbench.rivals.torch_grouped import TorchGrouped
+
+logger = logging.getLogger(__name__)
+
+RIVALS: tuple[type[Rival], ...] = (TorchGrouped, HummingGrouped, HummingIndexed)
+
+Measure = Callable[[Callable[[int], torch.Tensor]], dict[str, Any]]
+"""Times call i of a rotation over weight sets; returns fields of the row."""
+
+
+def measure_all(
+    weight_sets: Sequence[Weights],
+    batches: Sequence[Sequence[int]],
+    measure: Callable[[int], Measure],
+    rivals: Sequence[type[Rival]] = RIVALS,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every rival on every batch.
+
+    Args:
+        weight_sets: Equal shapes, different memory: rotated, so that weights come from memory and not from caches.
+        batches: Rows per expert of each point.
+        measure: The timer of a point, by its index.
+
+    Yields:
+        (index of the point, row). A row has `rival`, `version`, `region`, `status` (`ok`; `failed`: the output is wrong
+        or could not be checked; `skipped`: it cannot run here), `skip_reason` and `check`; times where it is `ok`.
+    """
+    for kind in rivals:
+        built: list[Rival] = []
+        obstacle = kind.why_not()
+        if obstacle is None:
+            try:
+                built = [kind(weights, [sum(counts) for counts in batches]) for weights in weight_sets]
+            except Exception as err:  # a rival's own troubles end the rival, never the run
+                logger.exception("%s cannot be built", kind.name)
+                obstacle = f"cannot be built: {type(err).__name__}: {err}"
+        for index, counts in enumerate(batches):
+            row: dict[str, Any] = {"rival": kind.name, "version": version_of(kind.distribution), "region": REGION}
+            if obstacle is not None:
+                yield index, {**row, "status": "skipped", "skip_reason": obstacle, "check": None}
+                continue
+            rows = make_rows(weight_sets[0], counts)
+            outcome = _check_sets(built, weight_sets, rows)
+            row |= {"check": {**asdict(outcome), "verdict": outcome.verdict.value}}
+            if outcome.verdict is Verdict.VERIFIED:
+                times = measure(index)(lambda i, sets=built: sets[i % len(sets)].run())  # type: ignore[misc]
+                yield index, {**row, "status": "ok", "skip_reason": None, **times}
+            else:
+                yield index, {**row, "status": "failed", "skip_reason": outcome.reason}
+        built.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _check_sets(built: Sequence[Rival], weight_sets: Sequence[Weights], rows: Rows) -> RivalCheck:
+    """The worst outcome over the weight sets, or the first that is no pass."""
+    outcomes = []
+    for rival, weights in zip(built, weight_sets, strict=True):
+        try:
+            rival.bind(rows)
+            outcomes.append(check(rival.run(), weights, rows))
+        except Exception as err:  # as above; a result that nobody could look at is not a result
+            logger.exception("%s cannot be checked", rival.name)
+            return RivalCheck(Verdict.NOT_VERIFIED, None, 0, f"{type(err).__name__}: {err}")
+        if outcomes[-1].verdict is not Verdict.VERIFIED:
+            return outcomes[-1]
+    return max(outcomes, key=lambda outcome: outcome.rel_l2 or 0.0)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rivals without a GPU: the weights they share, the check that lets nothing wrong be timed, reasons for every gap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from microbench.check import Verdict
+from microbench.rivals import base, catalog
+from microbench.rivals.base import Nvfp4Matrix, Rival, Rows, Weights
+from microbench.rivals.humming_nvfp4 import HummingGrouped, HummingIndexed, blocks_by_expert
+from microbench.rivals.torch_grouped import TorchGrouped
+from trtllm_megamoe.reference.codecs import nvfp4_decode, unpack_nibbles
+
+CPU = torch.device("cpu")
+COUNTS = (0, 5, 1, 9)
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return base.make_weights(64, 32, 4, CPU)
+
+
+class Loop(Rival):
+    """An expert after the other in bf16: right."""
+
+    name = "loop"
+    distribution = "torch"
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return None
+
+    def __init__(self, weights: Weights, totals: Sequence[int]) -> None:
+        self.weights, self.totals = weights, list(totals)
+
+    def bind(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def run(self) -> torch.Tensor:
+        out = []
+        for expert, x in enumerate(self.rows.x.split(self.rows.counts)):
+            gate, up = (x @ self.gate_up(expert).to(torch.bfloat16).T).chunk(2, dim=1)
+            hidden = torch.nn.functional.silu(gate) * up
+            out.append(hidden @ self.weights.down.decode(expert).to(torch.bfloat16).T)
+        return torch.cat(out)
+
+    def gate_up(self, expert: int) -> torch.Tensor:
+        return self.weights.gate_up.decode(expert)
+
+
+class SwapsGateAndUp(Loop):
+    name = "swaps"
+
+    def gate_up(self, expert: int) -> torch.Tensor:
+        return super().gate_up(expert).roll(self.weights.intermediate_size, dims=0)
+
+
+class IgnoresGlobalScale(Loop):
+    name = "ignores"
+
+    def gate_up(self, expert: int) -> torch.Tensor:
+        return super().gate_up(1)  # one expert's weights for all: what one scale for all would come to, and worse
+
+
+class Raises(Loop):
+    name = "raises"
+
+    def run(self) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+
+class LeavesRows(Loop):
+    name = "leaves rows"
+
+    def run(self) -> torch.Tensor:
+        out = super().run()
+        out[-1] = float("nan")
+        return out
+
+
+class CannotBeBuilt(Loop):
+    name = "cannot be built"
+
+    def __init__(self, weights: Weights, totals: Sequence[int]) -> None:
+        raise OSError("no compiler")
+
+
+class Absent(Loop):
+    name = "absent"
+
+    @classmethod
+    def why_not(cls) -> str | None:
+        return "absent is not installed"
+
+
+def measured(kinds: Sequence[type[Rival]], weight_sets: Sequence[Weights]) -> list[tuple[int, dict[str, Any]]]:
+    def timer(index: int) -> catalog.Measure:
+        def time(enqueue: Callable[[int], torch.Tensor]) -> dict[str, Any]:
+            for call in range(len(weight_sets)):
+                enqueue(call)
+            return {"burst_ms": 1.0 + index}
+
+        return time
+
+    return list(catalog.measure_all(weight_sets, [COUNTS, (3, 0, 0, 0)], timer, kinds))
+
+
+def test_weights_decode_as_the_reference_codec_and_fit_bf16(weights: Weights) -> None:
+    for matrix in (weights.gate_up, weights.down):
+        for expert in range(weights.num_experts):
+            decoded = matrix.decode(expert)
+            blocks = nvfp4_decode(unpack_nibbles(matrix.codes[expert]), matrix.block_scales[expert].view(torch.uint8))
+            assert torch.equal(decoded.double(), blocks.double() * matrix.global_scales[expert].double())
+            assert torch.equal(decoded.to(torch.bfloat16).float(), decoded), "rivals with bf16 weights get the same"
+    assert len(set(weights.gate_up.global_scales.tolist())) > 1
+
+
+def test_check_passes_a_right_rival_and_says_what_it_looked_at(weights: Weights) -> None:
+    rows = base.make_rows(weights, COUNTS)
+    rival = Loop(weights, [])
+    rival.bind(rows)
+    outcome = base.check(rival.run(), weights, rows)
+    assert outcome.verdict is Verdict.VERIFIED
+    assert outcome.rows_checked == 5 + 9, "first, fullest and last, each once"
+    assert outcome.rel_l2 is not None and 0 < outcome.rel_l2 < base.TOLERANCE_REL_L2
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "reason"),
+    [
+        (SwapsGateAndUp, "failed", "rel-L2"),
+        (IgnoresGlobalScale, "failed", "rel-L2"),
+        (LeavesRows, "failed", "not finite"),
+        (Raises, "failed", "no such kernel"),
+        (CannotBeBuilt, "skipped", "no compiler"),
+        (Absent, "skipped", "not installed"),
+    ],
+)
+def test_measure_all_never_times_what_is_not_verified(
+    weights: Weights, kind: type[Rival], status: str, reason: str
+) -> None:
+    index, row = measured([kind], [weights])[0]
+    assert (index, row["status"]) == (0, status)
+    assert reason in row["skip_reason"]
+    assert "burst_ms" not in row
+    if kind is Raises:
+        assert row["check"]["verdict"] == "not verified"
+
+
+def test_measure_all_goes_on_after_a_rival_that_fails(weights: Weights) -> None:
+    other = replace(weights, down=Nvfp4Matrix(*(t.clone() for t in _parts(weights.down))))
+    rows = measured([CannotBeBuilt, Loop], [weights, other])
+    assert [(index, row["rival"], row["status"]) for index, row in rows] == [
+        (0, "cannot be built", "skipped"), (1, "cannot be built", "skipped"), (0, "loop", "ok"), (1, "loop", "ok"),
+    ]  # fmt: skip
+    assert [row["burst_ms"] for _, row in rows[2:]] == [1.0, 2.0]
+    assert rows[2][1]["version"] is not None
+
+
+def _parts(matrix: Nvfp4Matrix) -> Iterator[torch.Tensor]:
+    yield from (matrix.codes, matrix.block_scales, matrix.global_scales)
+
+
+def test_check_without_rows_is_not_verified(weights: Weights) -> None:
+    rows = base.make_rows(weights, (0, 0, 0, 0))
+    assert base.check(rows.x, weights, rows).verdict is Verdict.NOT_VERIFIED
+    rows = base.make_rows(weights, COUNTS)
+    assert base.check(rows.x[1:], weights, rows).verdict is Verdict.WRONG
+
+
+@pytest.mark.parametrize("block", [1, 4, 8])
+def test_blocks_by_expert_hold_every_row_once_and_one_expert_each(block: int) -> None:
+    ids, experts = blocks_by_expert(COUNTS, block)
+    total = sum(COUNTS)
+    assert sorted(row for row in ids if row < total) == list(range(total))
+    assert {row for row in ids if row >= total} <= {total}
+    assert len(ids) == block * len(experts)
+    owner = [expert for expert, count in enumerate(COUNTS) for _ in range(count)]
+    for index, row in enumerate(ids):
+        if row < total:
+            assert owner[row] == experts[index // block]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where no GPU is")
+@pytest.mark.parametrize("kind", [TorchGrouped, HummingGrouped, HummingIndexed])
+def test_why_not_names_what_is_missing(kind: type[Rival]) -> None:
+    reason = kind.why_not()
+    assert reason is not None and ("GPU" in reason or "CUDA" in reason or "pip install" in reason)
