@@ -84,7 +84,7 @@ class MegaMoELayer:
             choice, self._workspace = _build_workspace(config, comm)
         else:
             choice = _choose(config, comm)
-            workspace.require_fits(Geometry.from_config(config, comm.size), comm, engine_device(choice))
+            workspace.require_fits(Geometry.from_config(config, comm.size), comm, choice.name)
             _agree(config, choice, comm, workspace.generation)
             self._workspace = workspace
         self.table = self._workspace.table
@@ -350,11 +350,13 @@ def _build_workspace(config: MegaMoeConfig, comm: Communicator) -> tuple[EngineC
     choice = _choose(config, comm)
     _agree(config, choice, comm, None)
     table = RegionTable(Geometry.from_config(config, comm.size))
-    return choice, Workspace(table, comm, engine_device(choice), config.timeout_s)
+    device = engine_device(choice, comm, config.timeout_s)
+    return choice, Workspace(table, comm, device, config.timeout_s)
 
 
 def _choose(config: MegaMoeConfig, comm: Communicator) -> EngineChoice:
     """This rank's engine for an eligible layer; touches no peer."""
+    comm.require_whole_job()
     require_eligible(config, comm.size, f"rank {comm.rank}: this layer")
     return choose_engine(config.engine, comm.size)
 

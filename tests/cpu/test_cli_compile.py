@@ -3,14 +3,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.cli import invoke
 from trtllm_megamoe.cache.store import ObjectCache
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
+from trtllm_megamoe.kernels.selection import environment, tuning_target
+from trtllm_megamoe.kernels.tactics import tactic_of, tile_of
+from trtllm_megamoe.presets import PRESETS
+from trtllm_megamoe.tuning.table import TacticTable
+from trtllm_megamoe.tuning.tuner import TunedBucket
 from vendored_kernels import compile as kernel_compile
+from vendored_kernels.sm90.config import TILES
 
 SMALL = ("--max-tokens-per-rank", "8", "--activations", "bf16")
 
@@ -71,9 +80,6 @@ def test_compile_bad_request_is_exit_2_with_the_reason(arguments: tuple[str, ...
 
 def test_kernel_objects_depend_on_everything_that_is_compiled_in() -> None:
     """Two layers that differ in any compiled-in fact never share an object."""
-    from trtllm_megamoe.config import MegaMoeConfig
-    from trtllm_megamoe.formats import ActivationMode
-
     base = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 16, "top_k": 4, "max_tokens_per_rank": 8}
     changes: list[dict[str, object]] = [
         {},
@@ -90,3 +96,26 @@ def test_kernel_objects_depend_on_everything_that_is_compiled_in() -> None:
     specs = [hopper.layer_spec(MegaMoeConfig.create(**(base | change)), 1, ActivationMode.BF16) for change in changes]
     specs.append(hopper.layer_spec(MegaMoeConfig.create(**base), 1, ActivationMode.NVFP4))
     assert len(set(specs)) == len(specs)
+
+
+def test_compile_for_tuning_covers_every_candidate_of_the_share(cache_dir: Path) -> None:
+    share = ("--share-of-ep", 8, "--preset", "qwen3-235b", "--out", cache_dir, "--max-tokens-per-rank", 64)
+    assert invoke("compile", *share, "--activations", "bf16").exit_code == 0
+    heuristic = [entry.name for _, entry in ObjectCache(cache_dir).entries()]
+    assert invoke("compile", *share, "--activations", "bf16", "--for-tuning").exit_code == 0
+    names = [entry.name for _, entry in ObjectCache(cache_dir).entries()]
+    assert len(heuristic) == 2 and set(heuristic) < set(names)
+    assert {name.split("-")[1] for name in names} == set(TILES)
+    assert all("-e16-" in name for name in names)
+
+
+def test_compile_follows_the_tactic_table(cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PRESETS["qwen3-235b"].layer_config(max_tokens_per_rank=8)
+    _, facts = tuning_target(config, ActivationMode.BF16, 8, 132)
+    odd = replace(tactic_of(TILES["n16"], 3), max_stages=5)
+    table = tmp_path / "tactics.json"
+    TacticTable(environment("NVIDIA H200", 132)).put(facts, [TunedBucket(8, odd, 1.0, 2.0, 5)]).save(table)
+    monkeypatch.setenv("TRTLLM_MEGAMOE_TACTICS", str(table))
+    assert invoke("compile", "--preset", "qwen3-235b", "--out", cache_dir, *SMALL).exit_code == 0
+    names = [entry.name for _, entry in ObjectCache(cache_dir).entries()]
+    assert {name.split("-")[1] for name in names} == {"h8", tile_of(odd).name}

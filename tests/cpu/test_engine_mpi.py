@@ -19,7 +19,7 @@ WATCHDOG_S = 150.0
 
 
 @pytest.mark.parametrize("ep_size", [2, 8])
-def test_mpi_launches_of_layers_with_own_and_shared_workspaces_have_the_bits_of_one_rank(ep_size: int, tmp_path: Path) -> None:
+def test_mpi_launches_on_own_and_shared_workspaces_have_the_bits_of_one_rank(ep_size: int, tmp_path: Path) -> None:
     program = ["-m", "mpi4py", "-m", "tests.helpers.mpi_program", "launches", str(tmp_path)]
     assert run_mpirun(ep_size, program, WATCHDOG_S) == 0
     per_rank = [load_file(tmp_path / f"rank{rank}.safetensors") for rank in range(ep_size)]

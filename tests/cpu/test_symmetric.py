@@ -208,7 +208,7 @@ def test_launch_facts_of_other_layers_or_weights_are_other_words_below_the_sign_
 
 
 class _UnknownTransport(CommunicatorBase):
-    rank, size, transport = 0, 2, "pigeon"
+    rank, size, world_size, transport = 0, 2, 2, "pigeon"
 
     def allgather(self, value: object, timeout_s: float) -> list[object]:
         raise AssertionError("refused before any collective")
@@ -220,7 +220,7 @@ class _UnknownTransport(CommunicatorBase):
 
 
 def test_unknown_kind_of_ranks_is_refused_before_any_collective() -> None:
-    with pytest.raises(MegaMoeUnavailableError, match="no shared memory between 2 pigeon ranks on cpu"):
+    with pytest.raises(MegaMoeUnavailableError, match="no shared host memory between 2 ranks of transport 'pigeon'"):
         allocate_symmetric(table_for(2), _UnknownTransport(), CPU, WATCHDOG_S)
 
 

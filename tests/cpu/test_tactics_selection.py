@@ -15,7 +15,7 @@ from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
-from trtllm_megamoe.kernels.selection import environment, layer_facts, select_tactics
+from trtllm_megamoe.kernels.selection import environment, select_tactics, tuning_target
 from trtllm_megamoe.kernels.tactics import tactic_of, tile_of
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.tuning.table import TacticTable
@@ -42,10 +42,10 @@ def config_of(**changes: object) -> MegaMoeConfig:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A table for 8 ranks, nvfp4 mode, bucket 64."""
-    spec = hopper.layer_spec(config_of(), 8, ActivationMode.NVFP4)
+    _, facts = tuning_target(config_of(), ActivationMode.NVFP4, 8, 132)
     tuned = TunedBucket(64, WIDE, 1.0, 2.0, 5)
     target = tmp_path / "tactics.json"
-    TacticTable(HERE).put(layer_facts(spec, 8), [tuned]).save(target)
+    TacticTable(HERE).put(facts, [tuned]).save(target)
     return target
 
 

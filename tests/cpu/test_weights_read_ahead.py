@@ -88,6 +88,14 @@ def test_read_ahead_without_large_reads_is_lazy() -> None:
     assert not [name for name in reads.threads.values() if name.startswith("megamoe-read")]
 
 
+def test_read_ahead_without_threads_is_lazy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "READERS", 0)
+    reads = Reads()
+    results = reads.make(LARGE_BYTES, 4, LARGE_BYTES)
+    assert int(next(results)) == 0 and reads.begun == [0]
+    assert [int(result) for result in results] == [1, 2]
+
+
 def test_read_ahead_failure_comes_in_its_turn_and_ends_the_rest() -> None:
     def fail() -> torch.Tensor:
         raise OSError("gone")

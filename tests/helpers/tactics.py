@@ -62,6 +62,7 @@ class CountingCommunicator(Communicator):
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.rank, self.size, self.transport = comm.rank, comm.size, comm.transport
+        self.world_size = comm.world_size
         self.num_exchanges = 0
 
     def allgather(self, value: Any, timeout_s: float) -> list[Any]:

@@ -11,12 +11,15 @@ from tqdm import tqdm
 
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.cache.store import ObjectCache
-from trtllm_megamoe.cli.explain import find_model
+from trtllm_megamoe.cli.explain import find_model, share_of
 from trtllm_megamoe.cli.failure import debug_option
+from trtllm_megamoe.comm import single
 from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 from trtllm_megamoe.kernels import hopper
+from trtllm_megamoe.kernels.selection import NO_GPU, environment, select_tactics
+from trtllm_megamoe.kernels.tactics import tactic_space, tile_of
 from trtllm_megamoe.presets import PRESETS
 
 H200_SMS = 132
@@ -46,6 +49,14 @@ H200_SMS = 132
     help="Activation mode; may be repeated.  [default: both]",
 )
 @click.option(
+    "--share-of-ep",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="One rank's experts of an EP-way layer, alone: the layer that `tune --share-of-ep` measures.",
+)
+@click.option("--for-tuning", is_flag=True, help="Also every tile configuration that `tune` measures.")
+@click.option(
     "--num-sms", default=H200_SMS, show_default=True, type=click.IntRange(min=1), help="GPU's multiprocessors."
 )
 @click.option(
@@ -62,22 +73,35 @@ def command(
     max_tokens_per_rank: int,
     wires: tuple[str, ...],
     modes: tuple[str, ...],
+    share_of_ep: int,
+    for_tuning: bool,
     num_sms: int,
     out: Path | None,
 ) -> None:
-    """Compile every kernel that a layer of this model can launch, over all buckets; what is there already is kept."""
+    """Compile every kernel that a layer of this model can launch, over all buckets; what is there already is kept.
+
+    That is the heuristic's kernels, and those of the tactic table that TRTLLM_MEGAMOE_TACTICS names.
+    """
     if (preset is None) == (checkpoint is None):
         raise MegaMoeConfigError("give exactly one of --preset and --checkpoint")
     model = find_model(preset or checkpoint or "")
+    if share_of_ep > 1:
+        model, ep_size = share_of(model, share_of_ep), 1
     cache = ObjectCache(out)
     ladder = BucketLadder.for_cap(max_tokens_per_rank)
     wanted = []
+    here = environment(NO_GPU, num_sms)
     for wire in wires or (CombineFormat.BF16.value,):
         config = model.layer_config(max_tokens_per_rank=max_tokens_per_rank, combine_format=wire)
         require_eligible(config, ep_size, model.name)
-        for mode in modes or tuple(m.value for m in ActivationMode):
-            spec = hopper.layer_spec(config, ep_size, ActivationMode(mode))
-            tiles = hopper.tiles_of_ladder(spec, ladder, num_sms).values()
+        selection = select_tactics(config, ladder.rungs, here, single(), ep_size=ep_size)
+        for mode in map(ActivationMode, modes or tuple(ActivationMode)):
+            spec = hopper.layer_spec(config, ep_size, mode)
+            tiles = [*hopper.tiles_of_ladder(spec, ladder, num_sms).values()]
+            tiles += [tile_of(resolved.tactic) for resolved in selection[mode].values()]
+            if for_tuning:
+                space = tactic_space(spec, num_sms)
+                tiles += [tile_of(tactic) for rung in ladder.rungs for tactic in space.legal_candidates(rung)]
             wanted += [(spec, tile) for tile in {tile.name: tile for tile in tiles}.values()]
     for spec, tile in tqdm(wanted, desc=f"compile {arch}", unit="kernel", disable=None):
         started = time.perf_counter()

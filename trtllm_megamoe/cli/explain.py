@@ -8,7 +8,7 @@ the eligibility rules; nothing is allocated and no engine is built.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,20 @@ def find_model(source: str) -> ModelShape:
         num_moe_layers=len(checkpoint.moe_layers),
         swiglu_limit=checkpoint.swiglu_limit,
     )
+
+
+def share_of(model: ModelShape, share: int) -> ModelShape:
+    """One rank's experts of a `share`-way layer, as a layer of its own.
+
+    Raises:
+        MegaMoeConfigError: The experts do not divide, or too few are left for a token.
+    """
+    if model.num_experts % share or model.num_experts // share < model.top_k:
+        raise MegaMoeConfigError(
+            f"--share-of-ep {share} does not fit {model.name}: it must divide {model.num_experts} experts and leave at "
+            f"least top-k {model.top_k}"
+        )
+    return replace(model, num_experts=model.num_experts // share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from trtllm_megamoe.errors import MegaMoeConfigError
+
 
 class Communicator(ABC):
-    """One rank's view of its expert-parallel group. Every method is bounded by `timeout_s`."""
+    """One rank's view of its expert-parallel group. Every method is bounded by `timeout_s`.
+
+    `world_size` is the number of ranks of the whole job; `transport` is `threads`, `mpi` or `torch`.
+    """
 
     rank: int
     size: int
+    world_size: int
     transport: str
 
     @abstractmethod
@@ -29,6 +35,18 @@ class Communicator(ABC):
     @abstractmethod
     def fence(self) -> None:
         """Order this rank's earlier accesses to shared bytes before its later ones (release and acquire)."""
+
+    def require_whole_job(self) -> None:
+        """Refuse a group that is a part of its job; touches no peer, so hybrids fail with a message instead of hanging.
+
+        Raises:
+            MegaMoeConfigError: The job has other ranks as well. Source: requirement R7.
+        """
+        if self.world_size != self.size:
+            raise MegaMoeConfigError(
+                f"rank {self.rank}: the group has {self.size} ranks, the job has {self.world_size}; the "
+                "expert-parallel group must be the whole job (pure DEP), with no other parallelism beside it"
+            )
 
     def launch_together(self, launch: Callable[[], None], timeout_s: float) -> None:
         """Issue device work that waits for the peers' launches; call it with nothing but the launch inside.

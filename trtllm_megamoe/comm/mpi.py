@@ -51,6 +51,7 @@ class MpiCommunicator(Communicator):
         self._comm = _duplicate(MPI.COMM_WORLD if mpi_comm is None else mpi_comm, start_timeout_s)
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
+        self.world_size = MPI.COMM_WORLD.Get_size()
         self._windows: list[Any] = []
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         node_size = node.Get_size()
@@ -58,7 +59,7 @@ class MpiCommunicator(Communicator):
         if node_size != self.size:
             raise MegaMoeUnavailableError(
                 f"rank {self.rank}: only {node_size} of {self.size} MPI ranks share this node's memory; "
-                "the CPU engine runs on one node"
+                "all ranks of a group run on one node"
             )
 
     def allgather(self, value: Any, timeout_s: float) -> list[Any]:

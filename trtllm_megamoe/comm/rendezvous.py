@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed over ranks that already know each other: a rendezvous that two jobs on one node cannot share (R8).
 
-Needed by symmetric memory on several GPUs; the CPU engine never comes here. Rank 0 lets the operating system choose
-the port of its own store, so that nobody can take it in between, and ALL ranks join the exchange that announces it,
-whatever happened on rank 0.
+Needed by symmetric memory on GPUs, which exchanges its handles through the group's store; no rank sends a tensor, so
+the group is a gloo group and costs no GPU memory. The CPU engine never comes here. Rank 0 lets the operating system
+choose the port of its own store, so that nobody can take it in between, and ALL ranks join the exchange that announces
+it, whatever happened on rank 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from trtllm_megamoe.comm.base import Communicator
@@ -37,7 +37,7 @@ class _Announcement:
     error: str | None = None
 
 
-def ensure_process_group(comm: Communicator, timeout_s: float, device: torch.device | None = None) -> None:
+def ensure_process_group(comm: Communicator, timeout_s: float) -> None:
     """Make the default process group exist, with exactly the ranks of `comm`. Collective; idempotent.
 
     MASTER_ADDR and MASTER_PORT count where both are set on rank 0.
@@ -45,7 +45,6 @@ def ensure_process_group(comm: Communicator, timeout_s: float, device: torch.dev
     Args:
         comm: The ranks; at least one.
         timeout_s: Longest wait in each step, seconds.
-        device: This rank's GPU; None makes a group for CPU tensors only.
 
     Raises:
         MegaMoeConfigError: A process group of another size or order exists; MASTER_PORT is not a number.
@@ -71,12 +70,11 @@ def ensure_process_group(comm: Communicator, timeout_s: float, device: torch.dev
         if store is None:
             store = _TCP_STORE(announcement.host, announcement.port, comm.size, is_master=False, timeout=limit)
         dist.init_process_group(
-            "gloo" if device is None else "cpu:gloo,cuda:nccl",
+            "gloo",
             store=_PREFIX_STORE("trtllm_megamoe", store),
             rank=comm.rank,
             world_size=comm.size,
             timeout=limit,
-            device_id=device,
         )
     except (dist.DistStoreError, dist.DistNetworkError) as err:
         where = f"{announcement.host}:{announcement.port}"

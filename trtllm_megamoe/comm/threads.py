@@ -79,7 +79,7 @@ class ThreadCommunicator(Communicator):
         self._group = group
         self._round = 0
         self.rank = rank
-        self.size = group.size
+        self.size = self.world_size = group.size
 
     def allgather(self, value: Any, timeout_s: float) -> list[Any]:
         self._round += 1

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_megamoe.buckets import BucketLadder
+from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.config import EngineName, MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine
 from trtllm_megamoe.engines.cuda.availability import why_not
 from trtllm_megamoe.errors import MegaMoeUnavailableError
+from trtllm_megamoe.symmetric.devices import choose_device
 from trtllm_megamoe.symmetric.workspace import Workspace
 
 
@@ -41,9 +43,15 @@ def choose_engine(requested: EngineName, ep_size: int) -> EngineChoice:
     return EngineChoice("cuda", "auto: a Hopper GPU is visible")
 
 
-def engine_device(choice: EngineChoice) -> torch.device:
-    """Where the chosen engine works on this rank, and so where its workspace must lie."""
-    return torch.device("cuda", torch.cuda.current_device()) if choice.name == "cuda" else torch.device("cpu")
+def engine_device(choice: EngineChoice, comm: Communicator, timeout_s: float) -> torch.device:
+    """Where the chosen engine works on this rank; on a GPU the current device afterwards.
+
+    Raises:
+        MegaMoeUnavailableError: The ranks' GPUs do not form a group; see `symmetric.devices.choose_device`.
+
+    Collective: yes.
+    """
+    return choose_device(comm, timeout_s) if choice.name == "cuda" else torch.device("cpu")
 
 
 def build_engine(choice: EngineChoice, config: MegaMoeConfig, ladder: BucketLadder, workspace: Workspace) -> Engine:

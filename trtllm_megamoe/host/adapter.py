@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from trtllm_megamoe.buckets import launch_cap
-from trtllm_megamoe.comm.rendezvous import ensure_process_group
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ScorePlacement
@@ -152,8 +151,6 @@ class BackendLogic:
             )
         settings = self.megamoe_settings
         comm = ep_communicator(self.mapping, settings.timeout_s)
-        if settings.engine == "cuda" and comm.size > 1:  # symmetric memory needs a process group
-            ensure_process_group(comm, settings.timeout_s, torch.device("cuda", torch.cuda.current_device()))
         layer = MegaMoELayer(self._layer_config(), comm, layer=self.layer_idx)
         self.megamoe_layer = layer
         self._handle = register_layer(layer)

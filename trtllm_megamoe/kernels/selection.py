@@ -20,8 +20,8 @@ from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels.hopper import ARCH, layer_spec
 from trtllm_megamoe.kernels.tactics import KERNEL, tactic_space
 from trtllm_megamoe.tuning.table import ResolvedTactic, TuningEnvironment, resolve_tactics
+from trtllm_megamoe.tuning.tactic import TacticSpace
 from vendored_kernels import registry
-from vendored_kernels.sm90.config import LayerSpec
 
 NO_GPU = "none"
 """GPU name of an environment without one: it differs softly from every table's."""
@@ -33,9 +33,16 @@ def table_path() -> Path | None:
     return Path(value) if value else None
 
 
-def layer_facts(spec: LayerSpec, ep_size: int) -> dict[str, Any]:
-    """What identifies a layer in a table: all that is compiled in, and the number of ranks."""
-    return {**asdict(spec), "ep_size": ep_size}
+def tuning_target(
+    config: MegaMoeConfig, mode: ActivationMode, ep_size: int, num_sms: int
+) -> tuple[TacticSpace, dict[str, Any]]:
+    """The tactics of a layer, and what identifies it in a table: all that is compiled in, and the number of ranks.
+
+    Raises:
+        MegaMoeConfigError: The kernel does not support the layer; the text names the rule.
+    """
+    spec = layer_spec(config, ep_size, mode)
+    return tactic_space(spec, num_sms), {**asdict(spec), "ep_size": ep_size}
 
 
 def environment(gpu_name: str, num_sms: int) -> TuningEnvironment:
@@ -85,7 +92,6 @@ def select_tactics(
     modes = tuple(ActivationMode) if config.activation_mode is None else (config.activation_mode,)
     selection = {}
     for mode in modes:
-        spec = layer_spec(config, ranks, mode)
-        space, facts = tactic_space(spec, here.num_sms), layer_facts(spec, ranks)
+        space, facts = tuning_target(config, mode, ranks, here.num_sms)
         selection[mode] = resolve_tactics(space, buckets, facts, here, path, comm, config.timeout_s)
     return selection

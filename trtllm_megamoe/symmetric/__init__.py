@@ -24,8 +24,8 @@ def allocate_symmetric(
 
     Args:
         table: The regions; equal on all ranks.
-        comm: Its kind chooses the provider: one rank, threads, MPI.
-        device: This rank's device.
+        comm: Its kind chooses the provider: one rank, threads, MPI, torch.distributed.
+        device: This rank's device; on GPUs the one that `devices.choose_device` names.
         timeout_s: Longest wait for a peer in each step, seconds.
 
     Raises:
@@ -46,11 +46,16 @@ def _provide(table: RegionTable, comm: Communicator, device: torch.device, timeo
         return LocalMemory(table, device)
     if comm.transport == "threads":
         return VirtualRankMemory(table, comm, device, timeout_s)
+    if device.type == "cuda":
+        from trtllm_megamoe.symmetric.torch_symm import TorchSymmetricMemory
+
+        return TorchSymmetricMemory(table, comm, device, timeout_s)
     from trtllm_megamoe.comm.mpi import MpiCommunicator
     from trtllm_megamoe.symmetric.windows import WindowMemory
 
-    if device.type == "cpu" and isinstance(comm, MpiCommunicator):
+    if isinstance(comm, MpiCommunicator):
         return WindowMemory(table, comm, timeout_s)
     raise MegaMoeUnavailableError(
-        f"rank {comm.rank}: no shared memory between {comm.size} {comm.transport} ranks on {device}"
+        f"rank {comm.rank}: no shared host memory between {comm.size} ranks of transport '{comm.transport}'; start "
+        "them as MPI ranks or threads, or use GPUs"
     )

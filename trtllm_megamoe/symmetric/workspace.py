@@ -71,11 +71,11 @@ class Workspace:
         """Which allocation this is: the same on all ranks, another one for every workspace."""
         return self.shared.generation
 
-    def require_fits(self, geometry: Geometry, comm: Communicator, device: torch.device) -> None:
+    def require_fits(self, geometry: Geometry, comm: Communicator, device_type: str) -> None:
         """Refuse a layer for which this workspace was not built.
 
         Raises:
-            MegaMoeConfigError: Another geometry, communicator or device; names each differing number.
+            MegaMoeConfigError: Another geometry, communicator or kind of device; names each differing number.
             MegaMoeStateError: It is closed, or a launch on it failed.
         """
         own = self.table.geometry
@@ -89,8 +89,8 @@ class Workspace:
                 f"the communicator is another one (rank {comm.rank} of {comm.size}), the workspace belongs to rank "
                 f"{self.comm.rank} of {self.comm.size}"
             )
-        if device != self.device:
-            faults.append(f"the engine works on {device}, the workspace lies on {self.device}")
+        if device_type != self.device.type:
+            faults.append(f"the engine works on {device_type}, the workspace lies on {self.device}")
         if faults:
             raise MegaMoeConfigError(
                 f"rank {comm.rank}: the layer does not fit the given workspace: {'; '.join(faults)}. Layers share a "

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own kernels in the interpreter: a layer's operands in virtual global memory, launches, results.
+
+Used by tests and by hand; the kernel's facts (layer, tile, argument order) come from the JSON file beside its PTX.
+Packing is the product's; everything that is not an input starts poisoned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_megamoe.weights.layout_base import ExpertBulk
+from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
+from trtllm_megamoe.weights.spec import LayerShape
+
+from .machine import TensorMap
+from .memory import GlobalMemory
+from .parse import Program, parse
+from .run import PATIENCE, RunReport, run_launch
+
+POOL_BLOCK_ROWS = 32
+TIMEOUT_NS = 1 << 40
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KernelFile:
+    """PTX of one compiled kernel and its facts: layer and tile options, `arguments` in the order of its parameters."""
+
+    text: str
+    facts: dict[str, Any]
+
+    @classmethod
+    def load(cls, path: Path) -> KernelFile:
+        """From `path` (PTX) and the JSON file beside it."""
+        return cls(path.read_text(), json.loads(path.with_suffix(".json").read_text()))
+
+    def program(self) -> Program:
+        """Parsed."""
+        return parse(self.text)
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Results of a launch: y (T, H) bf16, the pool rows of all routes (T, K), fc1 output rows, the error record."""
+
+    y: torch.Tensor
+    route_rows: torch.Tensor
+    buffers: dict[str, torch.Tensor]
+    error: list[int]
+    report: RunReport
+
+
+def _one(tensors: Tensors, name: str) -> torch.Tensor:
+    return tensors[name].float().reshape(())
+
+
+def scale_table(tensors: Tensors, num_experts: int, mode: str, accumulator_shift: int) -> torch.Tensor:
+    """(E + 1, 4) fp32 of docs/numerics.md 4.1 and 4.2: alphas (times 2^shift) and qs2 or 2^q per expert, then {qs1}."""
+    table = torch.zeros(num_experts + 1, 4)
+    unit = torch.tensor(2.0**accumulator_shift)
+    a1 = torch.ones(())
+    if "0.w2.input_scale" in tensors:
+        names = [f"{e}.{w}.input_scale" for e in range(num_experts) for w in ("w1", "w3")]
+        a1 = torch.stack([_one(tensors, name) for name in names]).max()
+    for e in range(num_experts):
+        gate, up, down = (_one(tensors, f"{e}.{w}.weight_scale_2") for w in ("w1", "w3", "w2"))
+        a2 = _one(tensors, f"{e}.w2.input_scale") if "0.w2.input_scale" in tensors else None
+        if mode == "nvfp4":
+            assert a2 is not None
+            table[e] = torch.stack([gate * a1 * unit, up * a1 * unit, down * a2 * unit, 1.0 / a2])
+            continue
+        q = 0
+        if a2 is not None:
+            mantissa, exponent = math.frexp(2688.0 * float(a2))
+            q = min(max(10 - (exponent if mantissa > 0.5 else exponent - 1), -14), 30)
+        table[e] = torch.stack([gate * unit, up * unit, down * 2.0**-q * unit, torch.tensor(2.0**q)])
+    table[num_experts, 0] = 1.0 / a1
+    return table
+
+
+def pack(tensors: Tensors, num_experts: int, layout: Any, shape: LayerShape) -> dict[str, torch.Tensor]:
+    """Checkpoint tensors in a target layout, one uint8 tensor per buffer."""
+    out = {n: torch.zeros(num_experts, *dims, dtype=torch.uint8) for n, dims in layout.buffer_shapes(shape).items()}
+    for e in range(num_experts):
+        fields = [
+            tensors[f"{e}.{w}.{part}"].view(torch.uint8).unsqueeze(0)
+            for w in ("w1", "w3", "w2")
+            for part in ("weight", "weight_scale")
+        ]
+        layout.pack(ExpertBulk(*fields), {n: b[e : e + 1] for n, b in out.items()})
+    return out
+
+
+def pool_rows(counts: list[int]) -> int:
+    """Rows that experts with these counts occupy."""
+    return sum(-(-c // POOL_BLOCK_ROWS) * POOL_BLOCK_ROWS for c in counts)
+
+
+class _Operands:
+    """Buffers of one layer in global memory, addresses by argument name."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory = GlobalMemory(memory_bytes)
+        self.values: dict[str, int | TensorMap] = {}
+
+    def add(self, name: str, contents: torch.Tensor | int) -> int:
+        if isinstance(contents, torch.Tensor):
+            raw = contents.contiguous().view(-1).view(torch.uint8).numpy()
+            at = self.memory.add(name, raw if raw.size else 16)
+        else:
+            at = self.memory.add(name, contents)
+        self.values[name] = at
+        return at
+
+    def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """A copy of a buffer's contents."""
+        count = math.prod(shape)
+        flat = torch.from_numpy(self.memory.view(name).copy()).view(dtype)
+        return flat[:count].reshape(shape)
+
+
+def run_sm90(
+    kernel: KernelFile,
+    tensors: Tensors,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    grid: int = 2,
+    seed: int = 0,
+    launches: int = 1,
+    check_order: bool = True,
+    fault_ctas: int = 0,
+    timeout_ns: int = TIMEOUT_NS,
+    max_rounds: int = 20000,
+    patience: int = PATIENCE,
+) -> LayerRun:
+    """One Hopper layer of one rank; `launches` launches in a row on the same workspace, the last one's results."""
+    layer, tile = kernel.facts["layer"], kernel.facts["tile"]
+    experts, hidden, inter, top_k = (
+        layer[n] for n in ("num_local_experts", "hidden_size", "intermediate_size", "top_k")
+    )
+    count = x.shape[0]
+    rows = pool_rows([0]) + count * top_k + experts * POOL_BLOCK_ROWS
+    shape = LayerShape(hidden, inter, experts, top_k)
+    ops = _Operands(1 << 22)
+    packed = pack(tensors, experts, Sm90Layout(), shape)
+    ops.add("w1", packed["fc1_records"])
+    ops.add("w2", packed["fc2_records"])
+    ops.add("scales", scale_table(tensors, experts, layer["activation_mode"], 14))
+    _add_common(ops, layer, x, ids, weights, rows)
+    ops.add("pool", rows * hidden * 2)
+    ops.add("row_scale", rows * 4)
+    ops.add("row_weight", rows * 4)
+    ops.add("h", rows * inter * 2)
+    words = -(-count * top_k // 8) + experts
+    ops.add("ready", torch.zeros(2 * words, dtype=torch.int32))
+    n = tile["token_widths"]
+    for i, width in enumerate(n):
+        for name, buffer, columns in (("pool", "pool", hidden), ("h", "h", inter)):
+            at = ops.values[buffer]
+            assert isinstance(at, int)
+            ops.values[f"map{i}_{name}"] = TensorMap(at, rows, 2 * columns, 2 * columns, width, 128, 16, True)
+            ops.values[f"map{i}_{name}_rows"] = rows
+    ops.values |= {
+        "timeout_ns": timeout_ns,
+        "ready_words": words,
+        "ids_are_64": int(ids.dtype == torch.int64),
+        "fault_ctas": fault_ctas,
+        "lag": 2,
+    }
+    report = _launch(kernel, ops, grid, 1, seed, launches, check_order, max_rounds, patience)
+    buffers = {
+        "h": ops.tensor("h", torch.float16, rows, inter),
+        "pool": ops.tensor("pool", torch.float16, rows, hidden),
+    }
+    return _results(ops, layer, count, buffers, report)
+
+
+def _add_common(
+    ops: _Operands, layer: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: int
+) -> None:
+    count, hidden, top_k = x.shape[0], layer["hidden_size"], layer["top_k"]
+    data = {"bf16": 2 * hidden, "fp8": hidden, "fp4": hidden // 2}[layer["combine_format"]]
+    scale = {"bf16": 0, "fp8": hidden // 32, "fp4": hidden // 8}[layer["combine_format"]]
+    ops.add("x", x.to(torch.bfloat16))
+    ops.add("ids", ids)
+    ops.add("route_weights", weights.float())
+    ops.add("num_tokens", torch.tensor([count], dtype=torch.int32))
+    ops.add("y", max(count, 1) * hidden * 2)
+    ops.add("row_meta", rows * 8)
+    ops.add("route_rows", max(count, 1) * top_k * 4)
+    ops.add("results", max(count, 1) * top_k * data)
+    ops.add("result_scales", max(count, 1) * top_k * max(-(-scale // 16) * 16, 16))
+    for name, words in (("counters", 96), ("epoch", 2), ("error", 16), ("abort", 1)):
+        ops.add(name, torch.zeros(words, dtype=torch.int32))
+
+
+def _launch(
+    kernel: KernelFile,
+    ops: _Operands,
+    grid: int,
+    cluster: int,
+    seed: int,
+    launches: int,
+    check_order: bool,
+    max_rounds: int,
+    patience: int,
+) -> RunReport:
+    arguments = [ops.values[name] for name in kernel.facts["arguments"]]
+    program = kernel.program()
+    for number in range(launches):
+        report = run_launch(
+            program,
+            ops.memory,
+            [arguments],
+            grid=grid,
+            cluster_size=cluster,
+            seed=seed + number,
+            check_order=check_order,
+            max_rounds=max_rounds,
+            patience=patience,
+        )
+    return report
+
+
+def _results(
+    ops: _Operands, layer: dict[str, Any], count: int, buffers: dict[str, torch.Tensor], report: RunReport
+) -> LayerRun:
+    return LayerRun(
+        y=ops.tensor("y", torch.bfloat16, count, layer["hidden_size"]),
+        route_rows=ops.tensor("route_rows", torch.int32, count, layer["top_k"]),
+        buffers=buffers,
+        error=ops.tensor("error", torch.int64, 8).tolist(),
+        report=report,
+    )

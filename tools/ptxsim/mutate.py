@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in a PTX text, one at a time: each removed or weakened wait, arrival, fence, release, acquire, count.
+
+A test tool for the interpreter and for the kernels: a fault that no run catches is either harmless or not modelled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A text with one fault: what was done, on which line."""
+
+    kind: str
+    line: int
+    before: str
+    text: str
+
+
+_RULES: tuple[tuple[str, str, str], ...] = (
+    # kind, pattern of the statement, replacement ("" removes the statement)
+    ("wait removed", r"mbarrier\.try_wait\.parity\S* (\S+), .*", r"setp.eq.b32 \1, 0, 0"),
+    ("arrival removed", r"mbarrier\.arrive\.(?!expect_tx)\S* .*", ""),
+    ("announced bytes removed", r"mbarrier\.arrive\.expect_tx\S* .*", ""),
+    ("arrival count", r"(mbarrier\.init\S*) (\[[^\]]*\]), .*", r"\1 \2, 63"),
+    ("barrier removed", r"bar\.sync .*", ""),
+    ("fence removed", r"fence\..*", ""),
+    ("release weakened", r"(red|st)\.release\.(gpu|sys)(.*)", r"\1.relaxed.\2\3"),
+    ("acquire weakened", r"ld\.acquire\.(gpu|sys)(.*)", r"ld.relaxed.\1\2"),
+    ("scope narrowed", r"(red\.release|st\.release|ld\.acquire)\.(gpu|sys)(.*)", r"\1.cta\3"),
+    ("order weakened", r"atom\.acq_rel\.(.*)", r"atom.relaxed.\1"),
+    ("wgmma wait loosened", r"wgmma\.wait_group\.sync\.aligned\s+\d+", "wgmma.wait_group.sync.aligned 9"),
+    ("bulk wait removed", r"cp\.async\.bulk\.wait_group.*", ""),
+    ("bulk wait for reads only", r"cp\.async\.bulk\.wait_group\s+(\d+)", r"cp.async.bulk.wait_group.read \1"),
+    ("tcgen05 fence removed", r"tcgen05\.fence.*", ""),
+    ("tcgen05 load wait removed", r"tcgen05\.wait.*", ""),
+    ("commit removed", r"tcgen05\.commit.*", ""),
+    ("multicast to one CTA", r"(tcgen05\.commit\S*), \S+", r"\1, 1"),
+    ("dealloc removed", r"tcgen05\.dealloc.*", ""),
+)
+
+
+def mutants(text: str, kinds: tuple[str, ...] = ()) -> Iterator[Mutant]:
+    """Every applicable fault in order of the text; `kinds` restricts them."""
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        body = line.strip()
+        if not body.endswith(";"):
+            continue
+        statement = re.sub(r"\s+", " ", body[:-1].strip())
+        for kind, pattern, replacement in _RULES:
+            if (kinds and kind not in kinds) or not re.fullmatch(pattern, statement):
+                continue
+            changed = re.sub(pattern, replacement, statement)
+            if changed == statement:
+                continue
+            new = lines.copy()
+            new[number] = changed + ";" if changed else ""
+            yield Mutant(kind, number + 1, statement, "\n".join(new))
