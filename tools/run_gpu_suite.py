@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
-Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once. With `--compile` it builds the
+Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once; over virtual ranks: exchange,
+exchange-soak, exchange-graphs, exchange-failures. With `--compile` it builds the
 kernels that the parts need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
 """
 
@@ -20,7 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-PARTS = ("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals", "once")
+EXCHANGE_PARTS = ("exchange", "exchange-soak", "exchange-graphs", "exchange-failures")
+PARTS = (
+    *("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals", "once"),
+    *EXCHANGE_PARTS,
+)
 
 
 def main() -> int:
@@ -36,6 +41,7 @@ def main() -> int:
     parser.add_argument("--shapes", default="v4-pro,dsv3,qwen3-235b", help="bench: shapes")
     parser.add_argument("--modes", default="bf16,nvfp4", help="bench: activation modes")
     parser.add_argument("--points", default="uniform:1,uniform:16,uniform:64,uniform:256,uniform:1024", help="bench")
+    parser.add_argument("--launches", type=int, default=10_000, help="exchange-soak: launches")
     parser.add_argument("--tiles", default="", help="bench, correctness: these tile configurations only")
     arguments = parser.parse_args()
     if arguments.compile:
@@ -99,7 +105,7 @@ def compile_needed(arguments: argparse.Namespace) -> int:
 
 def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Results of one part, as they come."""
-    from tools.gpu_suite import bench, correctness, goldens, stability
+    from tools.gpu_suite import bench, correctness, exchange, goldens, stability
 
     if part == "correctness":
         return correctness.run(arguments.cache, arguments.only, arguments.routings, arguments.tiles)
@@ -113,7 +119,13 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
         return bench.run_rivals(shapes, points)
     if part == "goldens":
         return goldens.run(arguments.cache)
+    if part == "exchange":
+        return exchange.equality(arguments.cache, arguments.only)
+    if part == "exchange-soak":
+        return exchange.soak(arguments.cache, arguments.launches)
     return {
+        "exchange-graphs": exchange.graphs,
+        "exchange-failures": exchange.failures,
         "determinism": stability.determinism,
         "graph": stability.graph,
         "faults": stability.faults,

@@ -67,8 +67,8 @@ NUMBERS = (
 )
 """32-bit arguments: pool capacity; ready and pool-ready counters per bank; routes of one source (T * K at the cap);
 strides of the staged rows; 1 for int64 ids; the step before which this rank stops (0; a test's way to a timeout, see
-`sm90/sites.py`); 1 to load the code and do nothing; fc1 lag; this rank (the first one of an all-ranks launch); CTAs of a
-rank and of the launch."""
+`sm90/sites.py`); 1 to load the code and do nothing; fc1 lag; this rank (the first one of an all-ranks launch); CTAs
+of a rank and of the launch."""
 
 RANK_OPERANDS = ("x", "ids", "route_weights", "num_tokens", "y", "w1", "w2", "scales")
 """Words of one rank's row in the table `rank_operands` of an all-ranks launch; padded to 8."""

@@ -232,8 +232,8 @@ nvfp4_codes_as_f16 = _pure_op(
     "{.reg .b32 b, t, s; .reg .b16 c, l, h; cvt.u16.u32 c, $5; cvt.rn.f16x2.e4m3x2 s, c; mov.b32 {l, h}, s; "
     "mov.b32 s, {l, l}; "
     + "".join(
-        f"shr.u32 b, $4, {8 * w}; shl.b32 t, b, 9; and.b32 ${w}, t, 0x00000E00; shl.b32 t, b, 12; and.b32 t, t, 0x00008000; "
-        f"or.b32 ${w}, ${w}, t; shl.b32 t, b, 21; and.b32 t, t, 0x0E000000; or.b32 ${w}, ${w}, t; shl.b32 t, b, 24; "
+        f"shr.u32 b, $4, {8 * w}; shl.b32 t, b, 9; and.b32 ${w}, t, 0x00000E00; "
+        f"shl.b32 t, b, 12; and.b32 t, t, 0x00008000; or.b32 ${w}, ${w}, t; shl.b32 t, b, 21; and.b32 t, t, 0x0E000000; or.b32 ${w}, ${w}, t; shl.b32 t, b, 24; "
         f"and.b32 t, t, 0x80000000; or.b32 ${w}, ${w}, t; mul.rn.f16x2 ${w}, ${w}, s; mov.b32 t, 0x74007400; "
         f"mul.rn.f16x2 ${w}, ${w}, t; "
         for w in range(4)

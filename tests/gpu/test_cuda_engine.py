@@ -8,6 +8,7 @@ machine that has the DSL.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,12 @@ import torch
 from tests.helpers.layer_cases import LayerCase, bits, make_case, oracle_of
 from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.engines.cuda.engine import CudaEngine
-from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeStateError, MegaMoeTimeoutError
+from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeTimeoutError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.reference.metrics import rel_l2
+from vendored_kernels.sm90.sites import FAULT_STAGED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.arch_hopper]
 
@@ -89,14 +91,11 @@ def test_cuda_layer_graph_replays_changed_inputs_with_the_bits_of_eager_and_sees
             assert torch.equal(bits(out), bits(fresh_layer.forward(*other)))
 
 
-def test_cuda_layer_capture_before_prepare_names_the_kernel_and_after_it_works() -> None:
+def test_cuda_layer_loaded_layer_can_be_captured_in_every_bucket_before_any_forward() -> None:
     case = _case(activations="nvfp4")
     x, ids, weights = _on_gpu(case)
     with _layer(case) as layer:
-        with pytest.raises(MegaMoeStateError, match="has not run yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            layer.forward(x, ids, weights)
-        layer.prepare()
-        for count in (1, 17, 37):  # a bucket each, first launched by prepare
+        for count in (1, 17, 37):  # a bucket each; loading the weights has loaded their code
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 out = layer.forward(x[:count], ids[:count], weights[:count], max_tokens_over_ranks=count)
@@ -143,7 +142,7 @@ def test_cuda_layer_wait_that_expires_ends_the_kernel_and_the_next_call_raises()
     engine = layer._engine
     assert isinstance(engine, CudaEngine)
     for bucket, launch in list(engine._launches.items()):
-        engine._launches[bucket] = partial(launch, fault_ctas=1)
+        engine._launches[bucket] = replace(launch, launch=partial(launch.launch, fault_step=FAULT_STAGED))
     layer.forward(*_on_gpu(case))
     torch.cuda.synchronize()
     with pytest.raises(MegaMoeTimeoutError, match=r"staged tokens .* in launch 2: expected .* build the layer anew"):

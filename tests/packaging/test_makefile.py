@@ -13,9 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["make", *arguments], cwd=directory, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(["make", *arguments], cwd=directory, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def random_tensors(spec: LayerSpec, seed: int, *, input_scales: bool = True) -> 
     g = generator(seed)
     h, i = spec.hidden_size, spec.intermediate_size
     tensors: Tensors = {}
-    for e in range(spec.num_local_experts):
+    for e in range(spec.num_experts):
         for k, (w, rows, columns) in enumerate((("w1", i, h), ("w3", i, h), ("w2", h, i))):
             tensors[f"{e}.{w}.weight"] = torch.randint(
                 0, 256, (rows, columns // 2), generator=g, device=DEVICE, dtype=torch.uint8
@@ -53,7 +53,7 @@ def tokens(spec: LayerSpec, count: int, seed: int) -> torch.Tensor:
 def weights(spec: LayerSpec, ids: torch.Tensor, seed: int) -> torch.Tensor:
     """(T, K) fp32 routing weights; NaN where the route is masked, so that reading one shows."""
     w = torch.softmax(torch.randn(ids.shape, generator=generator(seed), device=DEVICE), dim=1) * 1.7
-    masked = (ids < 0) | (ids >= spec.num_local_experts)
+    masked = (ids < 0) | (ids >= spec.num_experts)
     return torch.where(masked, torch.full_like(w, float("nan")), w).contiguous()
 
 

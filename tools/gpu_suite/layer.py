@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS, SHARED_REGIONS, layout_numbers
 from trtllm_megamoe.formats import CombineFormat
 from trtllm_megamoe.regions import Geometry, RegionTable
 from trtllm_megamoe.weights.layout_base import ExpertBulk
@@ -54,6 +55,17 @@ def scale_table(tensors: Tensors, num_experts: int, mode: str) -> torch.Tensor:
     return table
 
 
+GUARD_BYTES = 4096
+POISON = 0xFF
+
+
+def region_table(spec: LayerSpec, max_tokens: int) -> RegionTable:
+    """The workspace of a layer."""
+    wire = CombineFormat(spec.combine_format)
+    shape = (spec.hidden_size, spec.intermediate_size, spec.num_experts, spec.top_k)
+    return RegionTable(Geometry(*shape, max_tokens, spec.ep_size, wire, spec.activation_mode))
+
+
 class GpuLayer:
     """Weights and workspace of one layer on the current GPU; `forward` is one launch."""
 
@@ -64,31 +76,28 @@ class GpuLayer:
         max_tokens: int,
         cache_dir: Path,
         *,
-        guard_bytes: int = 4096,
+        guard_bytes: int = GUARD_BYTES,
         packed: dict[str, torch.Tensor] | None = None,
         scales: torch.Tensor | None = None,
+        rank: int = 0,
+        ctas: int | None = None,
+        local: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
     ) -> None:
         self.spec, self.cache_dir = spec, cache_dir
         self.device = torch.device("cuda")
-        self.num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        geometry = Geometry(
-            spec.hidden_size,
-            spec.intermediate_size,
-            spec.num_local_experts,
-            spec.top_k,
-            max_tokens,
-            1,
-            CombineFormat(spec.combine_format),
-            spec.activation_mode,
-        )
-        self.table = RegionTable(geometry)
+        self.rank = rank
+        self.num_ctas = ctas or torch.cuda.get_device_properties(0).multi_processor_count
+        self.table = region_table(spec, max_tokens)
         self.max_tokens = max_tokens
-        self.spaces = {
-            space: torch.full(
-                (self.table.total_bytes(space) + guard_bytes,), 0xFF, dtype=torch.uint8, device=self.device
-            )
-            for space in ("shared", "local")
-        }
+        if shared is None:
+            size = self.table.total_bytes("shared") + guard_bytes
+            shared = torch.full((size,), POISON, dtype=torch.uint8, device=self.device)
+        if local is None:
+            size = self.table.total_bytes("local") + guard_bytes
+            local = torch.full((size,), POISON, dtype=torch.uint8, device=self.device)
+        self.spaces = {"shared": shared, "local": local}
+        self.peers: torch.Tensor | None = None
         self.reset()
         self.packed = packed if packed is not None else self._pack(tensors)
         table = scales if scales is not None else scale_table(tensors, spec.num_local_experts, spec.activation_mode)
@@ -141,6 +150,10 @@ class GpuLayer:
             "pool_weight",
             "pool_meta",
             "route_rows",
+            "index_rows",
+            "payload",
+            "payload_scales",
+            "route_weights",
         ):
             self.region(name).fill_(0xFF)
 
@@ -152,34 +165,29 @@ class GpuLayer:
         """The launch of one tile configuration."""
         if tile_name not in self._launches:
             config = KernelConfig(self.spec, TILES[tile_name])
-            fixed = {
-                "w1": self.packed["fc1_records"].data_ptr(),
-                "w2": self.packed["fc2_records"].data_ptr(),
-                "scales": self.scales.data_ptr(),
-                "num_tokens": self.num_tokens.data_ptr(),
-                "pool": self.address("pool"),
-                "row_scale": self.address("pool_row_scale"),
-                "row_weight": self.address("pool_weight"),
-                "row_meta": self.address("pool_meta"),
-                "route_rows": self.address("route_rows"),
-                "h": self.address("fc1_out"),
-                "results": self.address("result_data"),
-                "result_scales": self.address("result_scales"),
-                "counters": self.address("launch_counters"),
-                "ready": self.address("fc1_ready"),
-                "epoch": self.address("epoch"),
-                "error": self.address("error_record"),
-                "abort": self.address("abort"),
-                "timeout_ns": 2_000_000_000,
-                "pool_rows": self.table.geometry.max_pool_rows,
-                "ready_words": self.table.geometry.max_token_blocks,
-                "fault_ctas": 0,
-                "lag": fc1_lag(self.spec, TILES[tile_name], self.num_sms),
-                "grid": self.num_sms,
-            }
+            fixed = self.arguments(tile_name) | {"grid": self.num_ctas}
             function = load_kernel(config, "sm_90a", self.cache_dir)
             self._launches[tile_name] = Launch(function, self.spaces["local"][:256], fixed)
         return self._launches[tile_name]
+
+    def arguments(self, tile_name: str) -> dict[str, int]:
+        """Launch arguments that stay; ranks must be connected (`peers`) before."""
+        base = self.spaces["shared"].data_ptr() if self.spec.ep_size == 1 else 0
+        return {
+            **{argument: self.address(region) for argument, region in LOCAL_REGIONS.items()},
+            **{argument: base + self.table[region].offset_bytes for argument, region in SHARED_REGIONS.items()},
+            **layout_numbers(self.table),
+            "w1": self.packed["fc1_records"].data_ptr(),
+            "w2": self.packed["fc2_records"].data_ptr(),
+            "scales": self.scales.data_ptr(),
+            "num_tokens": self.num_tokens.data_ptr(),
+            "error": self.address("error_record"),
+            "timeout_ns": 2_000_000_000,
+            "peers": 0 if self.peers is None else self.peers.data_ptr(),
+            "lag": fc1_lag(self.spec, TILES[tile_name], self.num_ctas),
+            "rank": self.rank,
+            "ctas_per_rank": self.num_ctas,
+        }
 
     def set_tokens(self, count: int) -> None:
         """Write T to device memory."""
@@ -190,7 +198,7 @@ class GpuLayer:
     def enqueue(
         self, tile_name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor, **extra: int
     ) -> None:
-        """One launch over caller-owned tensors; T comes from `set_tokens`."""
+        """One launch over caller-owned tensors; T comes from `set_tokens` where `num_tokens` is not given."""
         self.launch(tile_name)(
             x=x.data_ptr(),
             ids=ids.data_ptr(),

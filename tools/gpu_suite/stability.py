@@ -19,7 +19,7 @@ from tools.gpu_suite.correctness import all_cases, routing
 from tools.gpu_suite.layer import GpuLayer
 from vendored_kernels.registry import object_path
 from vendored_kernels.sm90.config import TILES, KernelConfig
-from vendored_kernels.sm90.sites import SITE_NAMES
+from vendored_kernels.sm90.sites import FAULT_STAGED, SITE_NAMES
 
 
 def determinism(cache_dir: Path) -> Iterator[dict[str, Any]]:
@@ -105,7 +105,7 @@ def faults(cache_dir: Path) -> Iterator[dict[str, Any]]:
     y = torch.empty_like(good)
     torch.cuda.synchronize()
     started = time.time()
-    layer.enqueue(case.tiles[0], x, ids, w, y, fault_ctas=1, timeout_ns=50_000_000)
+    layer.enqueue(case.tiles[0], x, ids, w, y, fault_step=FAULT_STAGED, timeout_ns=50_000_000)
     torch.cuda.synchronize()
     seconds = time.time() - started
     record = layer.error_record()

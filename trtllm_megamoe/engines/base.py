@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ import torch
 from trtllm_megamoe.errors import MegaMoeUnavailableError
 from trtllm_megamoe.kernels.prepared import LaunchChoice
 from trtllm_megamoe.tuning.tactic import Tactic
+from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -35,6 +38,11 @@ class SaturationReport:
             self.fc1_out_blocks + other.fc1_out_blocks,
             self.fc1_out_saturated + other.fc1_out_saturated,
         )
+
+
+def shared_facts_digest(mode: ActivationMode, input_global: float) -> int:
+    """32-bit digest of what all ranks must have loaded alike: activation mode and fc1's input scale (0 in bf16 mode)."""
+    return zlib.crc32(mode.value.encode() + struct.pack("<f", input_global))
 
 
 class Engine(ABC):

@@ -24,7 +24,9 @@ from trtllm_megamoe.tuning.table import ResolvedTactic
 from vendored_kernels import registry
 from vendored_kernels.launch import Launch
 from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile
-from vendored_kernels.sm90.sites import SITE_NAMES
+from vendored_kernels.sm90.sites import SITE_CELLS, SITE_HEADER, SITE_NAMES, SITE_PEER
+
+__all__ = ["SITE_CELLS", "SITE_HEADER", "SITE_PEER"]
 
 ARCH = "sm_90a"
 

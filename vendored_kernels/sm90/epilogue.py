@@ -144,7 +144,7 @@ def fc1_bf16(
 
 @cute.jit
 def _result_row(cfg, bases: Int32, results: Int64, word, row_bytes: cutlass.Constexpr):
-    """Address of the result row of a route; with several ranks `word` also names the token owner (scheduler.token_warp)."""
+    """Address of a route's result row; with several ranks `word` also names the token owner (scheduler.token_warp)."""
     if const_expr(cfg.layer.ep_size == 1):
         return results + Int64(word) * row_bytes
     return ptx.lds64(bases + (word >> COUNT_BITS) * 8) + results + Int64(word & ((1 << COUNT_BITS) - 1)) * row_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch between ranks: routes and counts to the expert owners, token rows pulled into expert order (docs/protocol.md).
+"""Dispatch between ranks: routes and counts to the expert owners, token rows into expert order (docs/protocol.md).
 
 The steps of one launch, in the protocol's words: `stage` (staging.py, and `place_routes` here), `publish`, `cells`,
 `pull`; `fc1`, `fc2` and `reduce` follow elsewhere. Nothing is reset by the host and no rank waits for a barrier: size
@@ -190,7 +190,7 @@ def compare_headers(cfg, ex: Int32, control: Int32, header_at: Int64, peer):
 
 @cute.jit
 def receive_cells(cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64, thread):
-    """Producer and dispatch warps: wait for every source's cells; pool layout and places in the index rows from them."""
+    """Producer and dispatch warps: wait for every source's cells; pool layout, places in the index rows from them."""
     at = const_expr(ExchangeOffsets(cfg))
     tab = const_expr(TableOffsets(cfg.table_experts))
     ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)

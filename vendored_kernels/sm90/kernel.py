@@ -80,6 +80,7 @@ from .waits import (
     SITE_FC2,
     TIMEOUT,
     TOKENS,
+    record_departure,
     wait_at_least,
 )
 
@@ -324,8 +325,8 @@ class Sm90MegaMoeNvfp4Kernel:
         counts, cursors = table + at.rows, table + at.cursors
         bases = ex
         if const_expr(cfg.exchange):
-            counts, cursors = ex + const_expr(ExchangeOffsets(cfg)).counts, ex + const_expr(ExchangeOffsets(cfg)).cursors
-            bases = ex + const_expr(ExchangeOffsets(cfg)).peers
+            ex_at = const_expr(ExchangeOffsets(cfg))
+            counts, cursors, bases = ex + ex_at.counts, ex + ex_at.cursors, ex + ex_at.peers
 
         if warp == 0:
             for i in cutlass.range_constexpr(len(tile.token_widths)):
@@ -581,6 +582,10 @@ class Sm90MegaMoeNvfp4Kernel:
                             if const_expr(cfg.exchange):
                                 exchange.advance_expected(cfg, ex, expected_returns)
                             ptx.stg64(epoch, ptx.lds64(control + LAUNCH) + 1)
+                        else:
+                            record_departure(control)
+        elif dry == 0 and bidx == 0 and tidx == 0:
+            record_departure(control)
 
     @cute.jit
     def single_warps(
@@ -649,9 +654,7 @@ class Sm90MegaMoeNvfp4Kernel:
             else:
                 scheduler.release_warp(cfg, bars, info, bank, ready_bank, None, (), lane)
         else:
-            scheduler.clear_warp(
-                other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane
-            )
+            scheduler.clear_warp(other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane)
 
     @cute.jit
     def math(

@@ -385,7 +385,9 @@ def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, give_back: c
 
 
 @cute.jit
-def clear_warp(next_bank: Int64, next_ready: Int64, ready_words, next_pool_ready: Int64, pool_ready_words, bidx, gdim, lane):
+def clear_warp(
+    next_bank: Int64, next_ready: Int64, ready_words, next_pool_ready: Int64, pool_ready_words, bidx, gdim, lane
+):
     """Z: zeroes the other bank; the stream orders it before the next launch."""
     i = bidx * 32 + lane
     while i < ready_words:

@@ -8,13 +8,15 @@ SITE_FC1 = 2
 SITE_FC2 = 3
 """Math warps, one rank: all result rows of this launch (index: none; expected: fc2 tiles)."""
 SITE_CELLS = 4
-"""Producer warps: the size cells of every source (index: source * local experts + expert; expected: the launch's tag)."""
+"""Producer warps: every source's size cells (index: source * local experts + expert; expected: the launch's tag)."""
 SITE_POOL = 5
 """Token warp: pulled rows of a 32-row pool block (index: block; expected: row pieces)."""
 SITE_RETURNS = 6
 """Math warps: result rows from an expert owner (index: that rank; expected: cumulative pieces)."""
 SITE_HEADER = 7
-"""Publisher: a peer's buffer is not the one this rank was built with (index: that rank; expected, seen: header word)."""
+"""CTA 0: a peer's header word is not this rank's (index: that rank; expected: own word; seen: theirs)."""
+SITE_PEER = 8
+"""Not a wait: a rank had given up, and this one left with it (index: that rank, or none)."""
 
 SITE_NAMES = {
     SITE_STAGED: "staged tokens",
@@ -24,6 +26,7 @@ SITE_NAMES = {
     SITE_POOL: "pool block",
     SITE_RETURNS: "returned rows of rank",
     SITE_HEADER: "header of rank",
+    SITE_PEER: "failure of rank",
 }
 """What the host's error message calls each site."""
 

@@ -118,9 +118,7 @@ def _store_rows(top_k: cutlass.Constexpr, hidden: cutlass.Constexpr, pool: Int64
 
 
 @cute.jit
-def stage_nvfp4(
-    cfg, x: Int64, target: tuple, route_rows: Int64, qs: Float32, first_token, own_tokens, warp, lane
-):
+def stage_nvfp4(cfg, x: Int64, target: tuple, route_rows: Int64, qs: Float32, first_token, own_tokens, warp, lane):
     """The NVFP4 quantisation of this CTA's tokens: codes and scales for peers to pull, or f16 values to all pool rows.
 
     `target`: {pool}, or {payload, row stride, scales, scale row stride} with an exchange.

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
-from .sites import SITE_CELLS, SITE_FC1, SITE_FC2, SITE_HEADER, SITE_POOL, SITE_RETURNS, SITE_STAGED
+from .sites import SITE_CELLS, SITE_FC1, SITE_FC2, SITE_HEADER, SITE_PEER, SITE_POOL, SITE_RETURNS, SITE_STAGED
 
 __all__ = [
     "SITE_CELLS",
@@ -22,6 +22,7 @@ __all__ = [
     "SITE_POOL",
     "SITE_RETURNS",
     "SITE_STAGED",
+    "record_departure",
     "record_failure",
     "wait_at_least",
     "wait_for_cell",
@@ -41,7 +42,7 @@ COUNT_BITS = 24
 
 @cute.jit
 def record_failure(control: Int32, ranks: cutlass.Constexpr, site, index, expected: Int64, seen: Int64):
-    """First failure wins the record {set, rank, site, index, epoch, expected, seen, 0}; all ranks' abort words go up."""
+    """First failure wins the record {set, rank, site, index, epoch, expected, seen, 0}; all abort words go up."""
     error = ptx.lds64(control + ERROR)
     rank = ptx.lds32(control + RANK)
     if ptx.flag_exchange_acq_rel_gpu(error, 1) == 0:
@@ -52,11 +53,22 @@ def record_failure(control: Int32, ranks: cutlass.Constexpr, site, index, expect
         ptx.stg64(error + 40, expected)
         ptx.stg64(error + 48, seen)
     if const_expr(ranks == 1):
-        ptx.flag_store_release_sys(ptx.lds64(control + ABORT), 1)
+        ptx.flag_store_release_sys(ptx.lds64(control + ABORT), rank + 1)
     else:
         peers = ptx.lds64(control + PEERS)
         for r in cutlass.range(ranks, unroll=1):
             ptx.flag_store_release_sys(ptx.ldg64(peers + Int64(r) * 8) + ptx.lds64(control + ABORT_AT), rank + 1)
+
+
+@cute.jit
+def record_departure(control: Int32):
+    """This rank leaves because some rank has failed: unless it was the one that recorded why, it records who."""
+    error = ptx.lds64(control + ERROR)
+    if ptx.flag_exchange_acq_rel_gpu(error, 1) == 0:
+        ptx.stg64(error + 8, Int64(ptx.lds32(control + RANK)))
+        ptx.stg64(error + 16, Int64(SITE_PEER))
+        ptx.stg64(error + 24, Int64(ptx.flag_load_acquire_sys(ptx.lds64(control + ABORT)) - 1))
+        ptx.stg64(error + 32, ptx.lds64(control + LAUNCH))
 
 
 @cute.jit

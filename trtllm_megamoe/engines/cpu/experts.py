@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
-
 import torch
 
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.engines.base import SaturationReport
+from trtllm_megamoe.engines.base import SaturationReport, shared_facts_digest
 from trtllm_megamoe.engines.cpu import numerics
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.weights.calibration import ActivationObserver
@@ -34,7 +31,7 @@ class ExpertMath:
 
     def shared_facts_digest(self) -> int:
         """32-bit digest of what all ranks must have loaded alike: activation mode and fc1's input scale."""
-        return zlib.crc32(self._mode.value.encode() + struct.pack("<f", float(self._input_global)))
+        return shared_facts_digest(self._mode, float(self._input_global))
 
     def stage_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, SaturationReport]:
         """bf16 rows (T, H) -> payload bytes, payload scale bytes, saturation of the blocks."""

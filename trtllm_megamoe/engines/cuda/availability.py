@@ -7,11 +7,13 @@ import importlib.util
 
 import torch
 
+from vendored_kernels.sm90.config import MAX_EP_SIZE
+
 
 def why_not(ep_size: int) -> str | None:
     """None where the CUDA engine can run a layer over `ep_size` ranks, else the reason."""
-    if ep_size != 1:
-        return f"it runs one rank so far, ep_size is {ep_size}"
+    if ep_size > MAX_EP_SIZE:
+        return f"its kernels support at most {MAX_EP_SIZE} ranks, ep_size is {ep_size}"
     if not torch.cuda.is_available():
         return "no CUDA device is visible to torch"
     major, minor = torch.cuda.get_device_capability()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA engine on one GPU: addresses from the workspace, one kernel launch per forward.
+"""The CUDA engine: addresses from the workspace, one kernel launch per rank and forward.
 
 The kernel does everything between `x` and the output (`vendored_kernels/sm90/kernel.py`); this module owns the
 addresses and the launch. A forward synchronises nothing, copies nothing to the host and allocates only its output: it
@@ -9,18 +9,22 @@ can be captured.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.engines.base import Engine, SaturationReport
-from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError, MegaMoeUnavailableError
+from trtllm_megamoe.engines.base import Engine, SaturationReport, shared_facts_digest
+from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS, SHARED_REGIONS, layout_numbers
+from trtllm_megamoe.engines.cuda.failure import failure_of
+from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
 from trtllm_megamoe.kernels.selection import environment, select_tactics
 from trtllm_megamoe.kernels.tactics import tactic_space
+from trtllm_megamoe.regions import launch_facts
 from trtllm_megamoe.symmetric.workspace import Workspace
 from trtllm_megamoe.tuning.table import ResolvedTactic
 from trtllm_megamoe.tuning.tactic import Tactic
@@ -34,7 +38,7 @@ _ERROR_WORDS = 8
 
 
 class CudaEngine(Engine):
-    """See the module docstring. Graph-safe after the first forward of each bucket (which loads the GPU code)."""
+    """See the module docstring. Graph-safe once weights are loaded, which loads the GPU code as well."""
 
     name = "cuda"
     layout = "sm90"
@@ -42,15 +46,20 @@ class CudaEngine(Engine):
     def __init__(self, config: MegaMoeConfig, workspace: Workspace, ladder: BucketLadder) -> None:
         self._config, self._workspace, self._ladder = config, workspace, ladder
         self._table, self._rank, self.device = workspace.table, workspace.comm.rank, workspace.device
-        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        # ranks that are threads of one process share its GPU: all their CTAs must be resident at once
+        self._num_ctas = num_sms // workspace.comm.size if workspace.comm.transport == "threads" else num_sms
         self._spaces = {"shared": workspace.shared.own, "local": workspace.local}
         # the host reads it between launches without waiting for the device
         self._error = torch.zeros(_ERROR_WORDS, dtype=torch.int64, pin_memory=True)
         # T lives in device memory: entry t of this table is t, so no launch has to write it first
+        self._peers = torch.tensor(workspace.shared.peer_addresses, dtype=torch.int64, device=self.device)
+        self._layer_index = workspace.add_layer()
+        self._facts = 0
         self._token_counts = torch.arange(config.max_tokens_per_rank + 1, dtype=torch.int32, device=self.device)
         self._scales: torch.Tensor | None = None
         # collective, so here and not in bind: every rank must run the same
-        here = environment(torch.cuda.get_device_name(self.device), self._num_sms)
+        here = environment(torch.cuda.get_device_name(self.device), self._num_ctas)
         self._tactics = select_tactics(config, ladder.rungs, here, workspace.comm)
         self._addresses: dict[str, int] = {}
         self._launches: dict[int, PreparedLaunch] = {}
@@ -60,6 +69,8 @@ class CudaEngine(Engine):
         mode = weights.activation_mode
         assert mode is not None  # a loaded store has one
         scales = self._scale_rows(weights, mode)
+        input_global = weights.scales.input_global if mode is ActivationMode.NVFP4 else None
+        self._facts = launch_facts(self._layer_index, shared_facts_digest(mode, float(input_global or 0.0)))
         if self._scales is None:
             self._scales = scales
             self._mode = mode
@@ -76,14 +87,20 @@ class CudaEngine(Engine):
         self.last_bucket = bucket
         topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
         out = torch.empty_like(x)  # graph-ok[GR401]: the caller's result; a capture takes it from the graph's pool
-        self._launches[bucket](
+        launch = partial(
+            self._launches[bucket].launch,
             x=x.data_ptr(),
             ids=topk_ids.data_ptr(),
             route_weights=topk_weights.data_ptr(),
             num_tokens=self._token_counts.data_ptr() + 4 * x.shape[0],
             y=out.data_ptr(),
+            launch_facts=self._facts,
             ids_are_64=int(topk_ids.dtype == torch.int64),
         )
+        if torch.cuda.is_current_stream_capturing():
+            launch()
+        else:
+            self._workspace.comm.launch_together(launch, self._config.timeout_s)
         return out
 
     def observe(self, observer: ActivationObserver | None) -> None:
@@ -99,7 +116,8 @@ class CudaEngine(Engine):
     def pin_tactic(self, bucket: int, tactic: Tactic) -> None:
         if self._mode is None:
             raise MegaMoeStateError(f"rank {self._rank}: pin_tactic before load_weights")
-        space = tactic_space(hopper.layer_spec(self._config, 1, self._mode), self._num_sms)
+        spec = hopper.layer_spec(self._config, self._workspace.comm.size, self._mode)
+        space = tactic_space(spec, self._num_ctas)
         resolved = ResolvedTactic(space.resolve(tactic, bucket), "pinned")
         self._launches.update(self._load(self._mode, {bucket: resolved}))
 
@@ -110,10 +128,6 @@ class CudaEngine(Engine):
     def close(self) -> None:
         self._launches.clear()
         self._spaces.clear()
-
-    def _address(self, name: str) -> int:
-        region = self._table[name]
-        return self._spaces[region.space].data_ptr() + region.offset_bytes
 
     def _scale_rows(self, weights: WeightStore, mode: ActivationMode) -> torch.Tensor:
         """(L + 1, 4) fp32: {gate, up, down factors, fc1 output's factor} per expert; the last row starts with qs1."""
@@ -128,40 +142,31 @@ class CudaEngine(Engine):
         return rows
 
     def _find_addresses(self, weights: WeightStore) -> dict[str, int]:
+        """Launch arguments that stay: operands, regions, strides."""
         assert self._scales is not None
-        packed = weights.packed
+        table, packed, local = self._table, weights.packed, self._spaces["local"].data_ptr()
+        # one rank has no table of bases: its shared regions are given as addresses
+        base = self._spaces["shared"].data_ptr() if self._workspace.comm.size == 1 else 0
         return {
             "w1": packed["fc1_records"].data_ptr(),
             "w2": packed["fc2_records"].data_ptr(),
             "scales": self._scales.data_ptr(),
-            "pool": self._address("pool"),
-            "row_scale": self._address("pool_row_scale"),
-            "row_weight": self._address("pool_weight"),
-            "row_meta": self._address("pool_meta"),
-            "route_rows": self._address("route_rows"),
-            "h": self._address("fc1_out"),
-            "results": self._address("result_data"),
-            "result_scales": self._address("result_scales"),
-            "counters": self._address("launch_counters"),
-            "ready": self._address("fc1_ready"),
-            "epoch": self._address("epoch"),
             "error": self._error.data_ptr(),
-            "abort": self._address("abort"),
             "timeout_ns": int(self._config.timeout_s * 1e9),
-            "pool_rows": self._table.geometry.max_pool_rows,
-            "ready_words": self._table.geometry.max_token_blocks,
+            "peers": self._peers.data_ptr(),
+            "rank": self._rank,
+            **{argument: local + table[region].offset_bytes for argument, region in LOCAL_REGIONS.items()},
+            **{argument: base + table[region].offset_bytes for argument, region in SHARED_REGIONS.items()},
+            **layout_numbers(table),
         }
 
     def _load(self, mode: ActivationMode, tactics: Mapping[int, ResolvedTactic]) -> dict[int, PreparedLaunch]:
-        spec = hopper.layer_spec(self._config, 1, mode)
-        return hopper.load_launches(spec, tactics, self._num_sms, self._spaces["local"][:256], self._addresses)
+        spec = hopper.layer_spec(self._config, self._workspace.comm.size, mode)
+        return hopper.load_launches(spec, tactics, self._num_ctas, self._spaces["local"][:256], self._addresses)
 
     def _raise_if_failed(self) -> None:
         """The kernel writes its error record to host memory; an earlier launch's failure surfaces here."""
         if int(self._error[0]) == 0:
             return
-        _, rank, site, index, epoch, expected, seen, _ = self._error.tolist()
-        raise MegaMoeTimeoutError(
-            f"rank {rank}: waited {self._config.timeout_s:g} s at {hopper.describe_site(site, index)} in launch "
-            f"{epoch + 1}: expected {expected}, seen {seen}. Its result is not valid; build the layer anew"
-        )
+        self._workspace.invalidate()
+        raise failure_of(self._error.tolist(), self._table.geometry.num_local_experts, self._config.timeout_s)
