@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,12 @@ def check_sass(lines: list[str], resources: str, facts: dict[str, Any]) -> list[
     return faults
 
 
-def lint_ptx(text: str) -> list[str]:
-    """Faults of the memory order and of forbidden instructions; each rule fails when its instruction is removed."""
+def lint_ptx(text: str, ranks: int) -> list[str]:
+    """Faults of the memory order and of forbidden instructions; each rule fails when its instruction is removed.
+
+    What differs with several ranks: fc2 tiles are announced to the token owners instead of this rank, size cells and
+    return counters cross ranks, and the publisher waits for staged tokens before the first token load.
+    """
     faults = []
     lines = [line.strip() for line in text.splitlines()]
     for word in ("tanh.approx", "ld.global.nc", "ld.volatile", "membar", ".weak."):
@@ -97,25 +102,46 @@ def lint_ptx(text: str) -> list[str]:
     acquires = positions(r"^ld\.acquire\.gpu\.global\.b32")
     loads = positions(r"cp\.async\.bulk\.tensor")
     if len(releases) != 3:
-        faults.append(f"{len(releases)} releases, expected 3: staged tokens, fc1 block, fc2 tile")
+        third = "fc2 tile" if ranks == 1 else "pulled piece"
+        faults.append(f"{len(releases)} releases, expected 3: staged tokens, fc1 block, {third}")
     fenced = sum(
         any(max([r - WINDOW, *(other for other in releases if other < r)]) < f < r for f in fences) for r in releases
     )
     if fenced != 2:
-        faults.append(f"{fenced} releases follow fence.proxy.async, expected 2: staged tokens and fc1 block")
+        what = "staged tokens" if ranks == 1 else "pulled piece"
+        faults.append(f"{fenced} releases follow fence.proxy.async, expected 2: {what} and fc1 block")
     if len(acquires) != 6:
         faults.append(f"{len(acquires)} acquire loads, expected two in each of three waits")
     token_acquires = [a for a in acquires if loads and a < loads[0]]
-    if len(token_acquires) != 4:
-        faults.append(f"{len(token_acquires)} acquire loads before the first token load, expected 4")
+    before = 4 if ranks == 1 else 6
+    if len(token_acquires) != before:
+        faults.append(f"{len(token_acquires)} acquire loads before the first token load, expected {before}")
     elif not any(token_acquires[-1] < f < loads[0] for f in fences):
         faults.append("no fence.proxy.async between the token warp's last acquire and its first TMA load")
-    if len(positions(r"^st\.release\.sys\.global\.b32")) != 3:
+    sites = 3 if ranks == 1 else 8  # waits: staged, cells, pool, fc1, returns; and three header words
+    if len(positions(r"^st\.release\.sys\.global\.b32")) != sites:
         faults.append("every wait must raise the abort word with st.release.sys")
-    if len(positions(r"^ld\.acquire\.sys\.global\.b32")) < 4:
+    readers = (3 if ranks == 1 else 5) + 3  # every wait, the exit, and twice to name who failed
+    if len(positions(r"^ld\.acquire\.sys\.global\.b32")) != readers:
         faults.append("every wait and the exit must read the abort word with ld.acquire.sys")
     if len(positions(r"^atom\.acq_rel\.gpu\.global\.add\.u32")) != 1:
         faults.append("the exit ticket must be one atom.acq_rel.gpu")
+    return faults + (_lint_exchange(lines, positions) if ranks > 1 else [])
+
+
+def _lint_exchange(lines: list[str], positions: Callable[[str], list[int]]) -> list[str]:
+    """Faults of what crosses ranks: all of it at system scope, cells behind a fence of the same thread."""
+    faults = []
+    if len(positions(r"^ld\.acquire\.sys\.global\.b64")) != 4:
+        faults.append("size cells and return counters must be polled with ld.acquire.sys, two loads in each wait")
+    if len(positions(r"^red\.release\.sys\.global\.add\.u64")) != 1:
+        faults.append("return counters must be raised with one red.release.sys")
+    cells = positions(r"^st\.relaxed\.sys\.global\.b64")
+    fences = positions(r"^fence\.acq_rel\.sys;")
+    if len(cells) != 1 or not any(fence < cells[0] for fence in fences):
+        faults.append("size cells must be stored with one st.relaxed.sys behind fence.acq_rel.sys")
+    if positions(r"^(st|red|atom)\.(relaxed|release|acq_rel)\.gpu\.global\S*\.(b64|u64)"):
+        faults.append("a 64-bit flag is written at GPU scope: those cross ranks")
     return faults
 
 
@@ -125,7 +151,7 @@ def check_kernel(facts_file: Path, cuobjdump: str) -> list[str]:
     ptx, cubin = facts_file.with_suffix(".ptx"), facts_file.with_suffix(".cubin")
     if not ptx.is_file() or not cubin.is_file():
         return ["PTX or cubin missing: compile with the intermediates kept"]
-    return check_sass(*sass_lines(cubin, cuobjdump), facts) + lint_ptx(ptx.read_text())
+    return check_sass(*sass_lines(cubin, cuobjdump), facts) + lint_ptx(ptx.read_text(), facts["layer"]["ep_size"])
 
 
 def main() -> int:

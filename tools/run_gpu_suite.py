@@ -2,8 +2,8 @@
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
 Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once; over virtual ranks: exchange,
-exchange-soak, exchange-graphs, exchange-failures. With `--compile` it builds the
-kernels that the parts need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
+exchange-soak, exchange-graphs, exchange-failures, fixed-cost. With `--compile` it builds the kernels that the parts need
+instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-EXCHANGE_PARTS = ("exchange", "exchange-soak", "exchange-graphs", "exchange-failures")
+EXCHANGE_PARTS = ("exchange", "exchange-soak", "exchange-graphs", "exchange-failures", "fixed-cost")
 PARTS = (
     *("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals", "once"),
     *EXCHANGE_PARTS,
@@ -105,7 +105,7 @@ def compile_needed(arguments: argparse.Namespace) -> int:
 
 def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Results of one part, as they come."""
-    from tools.gpu_suite import bench, correctness, exchange, goldens, stability
+    from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens, stability
 
     if part == "correctness":
         return correctness.run(arguments.cache, arguments.only, arguments.routings, arguments.tiles)
@@ -126,6 +126,7 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
     return {
         "exchange-graphs": exchange.graphs,
         "exchange-failures": exchange.failures,
+        "fixed-cost": fixed_cost.run,
         "determinism": stability.determinism,
         "graph": stability.graph,
         "faults": stability.faults,

@@ -233,9 +233,10 @@ nvfp4_codes_as_f16 = _pure_op(
     "mov.b32 s, {l, l}; "
     + "".join(
         f"shr.u32 b, $4, {8 * w}; shl.b32 t, b, 9; and.b32 ${w}, t, 0x00000E00; "
-        f"shl.b32 t, b, 12; and.b32 t, t, 0x00008000; or.b32 ${w}, ${w}, t; shl.b32 t, b, 21; and.b32 t, t, 0x0E000000; or.b32 ${w}, ${w}, t; shl.b32 t, b, 24; "
-        f"and.b32 t, t, 0x80000000; or.b32 ${w}, ${w}, t; mul.rn.f16x2 ${w}, ${w}, s; mov.b32 t, 0x74007400; "
-        f"mul.rn.f16x2 ${w}, ${w}, t; "
+        f"shl.b32 t, b, 12; and.b32 t, t, 0x00008000; or.b32 ${w}, ${w}, t; "
+        f"shl.b32 t, b, 21; and.b32 t, t, 0x0E000000; or.b32 ${w}, ${w}, t; "
+        f"shl.b32 t, b, 24; and.b32 t, t, 0x80000000; or.b32 ${w}, ${w}, t; "
+        f"mul.rn.f16x2 ${w}, ${w}, s; mov.b32 t, 0x74007400; mul.rn.f16x2 ${w}, ${w}, t; "
         for w in range(4)
     )
     + "}",

@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 
 from tests.helpers.cli import invoke
 from tests.helpers.layer_cases import WATCHDOG_S, bits, forward_rank, make_case, with_splits
-from tests.helpers.tactics import tactic
 from trtllm_megamoe.buckets import BucketLadder, launch_cap
 from trtllm_megamoe.comm import Communicator, run_threads
 from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError
-from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
 from trtllm_megamoe.layer import MegaMoELayer
-from trtllm_megamoe.tuning.table import ResolvedTactic
 
 
 @pytest.mark.parametrize(
@@ -175,36 +172,6 @@ def test_layer_prepare_launches_every_bucket_on_every_rank_and_changes_no_result
     results = run_threads(2, body, WATCHDOG_S)
     assert [launched[:4] for launched, _ in results] == [[16, 64, 256, 300]] * 2
     assert torch.equal(results[0][1], expected)
-
-
-CHOICE = LaunchChoice("sm_90a-n16", "0123", ResolvedTactic(tactic(16), "heuristic"))
-
-
-def test_prepared_launch_under_capture_before_its_first_run_names_the_kernel_and_launches_nothing() -> None:
-    launches: list[dict[str, int]] = []
-    is_capturing = True
-    launch = PreparedLaunch(CHOICE, lambda **changing: launches.append(changing), lambda: is_capturing)
-    with pytest.raises(MegaMoeStateError, match=r"kernel sm_90a-n16 has not run yet .* call prepare\(\)"):
-        launch(x=1)
-    assert launches == []
-    is_capturing = False
-    launch(x=2)
-    is_capturing = True
-    launch(x=3)
-    assert launches == [{"x": 2}, {"x": 3}]
-
-
-def test_prepared_launch_whose_first_run_fails_is_not_prepared() -> None:
-    def broken(**changing: int) -> None:
-        raise RuntimeError("no room for the code")
-
-    is_capturing = False
-    launch = PreparedLaunch(CHOICE, broken, lambda: is_capturing)
-    with pytest.raises(RuntimeError, match="no room"):
-        launch()
-    is_capturing = True
-    with pytest.raises(MegaMoeStateError, match="has not run yet"):
-        launch()
 
 
 def test_explain_shows_the_ladder_as_text_and_json() -> None:

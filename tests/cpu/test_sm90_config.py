@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tools.check_kernels import WINDOW, expected_wgmma, lint_ptx
 from trtllm_megamoe.presets import PRESETS
-from vendored_kernels import registry
-from vendored_kernels.launch import ADDRESSES, NUMBERS, Launch, ready_words
+from vendored_kernels import launch, registry
+from vendored_kernels.launch import ADDRESSES, NUMBERS, Launch
 from vendored_kernels.sm90.config import (
     MAX_SHARED_BYTES,
     REGISTER_FILE,
@@ -54,7 +54,7 @@ def test_layer_several_faults_are_all_named() -> None:
 def test_tile_oversubscribed_registers_are_refused() -> None:
     """setmaxnreg beyond what the launch owns hangs the GPU."""
     with pytest.raises(KernelConfigError, match="setmaxnreg asks for"):
-        TileConfig("too-many", (16,), 256, 2, 240, 40).check()
+        KernelConfig(LAYER, TileConfig("too-many", (16,), 256, 2, 240, 40))
 
 
 @pytest.mark.parametrize("widths", [(), (16, 8), (8, 8), (8, 16, 24, 32, 40), (12,), (136,)])
@@ -67,22 +67,25 @@ def test_tile_illegal_widths_are_refused(widths: tuple[int, ...]) -> None:
 @given(
     hidden=st.integers(1, 256).map(lambda n: 32 * n),
     inter=st.integers(1, 256).map(lambda n: 16 * n),
-    experts=st.integers(1, 256),
+    experts=st.integers(1, 512),
     top_k=st.integers(1, 16),
     mode=st.sampled_from(["nvfp4", "bf16"]),
     wire=st.sampled_from(["bf16", "fp8", "fp4"]),
     before=st.booleans(),
+    ranks=st.sampled_from([1, 2, 8, 16]),
 )
 def test_shipped_tiles_any_legal_layer_fit_the_chip(
-    hidden: int, inter: int, experts: int, top_k: int, mode: str, wire: str, before: bool
+    hidden: int, inter: int, experts: int, top_k: int, mode: str, wire: str, before: bool, ranks: int
 ) -> None:
-    layer = LayerSpec(hidden, inter, experts, top_k, mode, wire, before)
+    experts = max(experts // ranks, 1)  # of one rank; a layer has up to 512, and one rank at most 256
+    layer = LayerSpec(hidden, inter, min(experts, 256), top_k, mode, wire, before, ep_size=ranks)
     for tile in TILES.values():
         config = KernelConfig(layer, tile)
         assert config.shared_bytes <= MAX_SHARED_BYTES
         assert min(config.weight_stages, config.token_stages) >= 3
-        registers = 128 * (tile.math_warpgroups * tile.math_registers + tile.producer_registers)
-        assert registers <= tile.launch_registers * tile.threads <= REGISTER_FILE
+        others = config.threads - 128 * tile.math_warpgroups
+        registers = 128 * tile.math_warpgroups * config.math_registers + others * config.producer_registers
+        assert registers <= config.launch_registers * config.threads <= REGISTER_FILE
         assert config.fc1_row_tiles * tile.rows >= 2 * inter
         assert config.fc2_row_tiles * tile.rows >= hidden
         assert config.weight_stage_bytes % 128 == 0 and config.token_stage_bytes % 1024 == 0
@@ -118,9 +121,10 @@ def test_key_every_fact_changes_it() -> None:
             {"swiglu_alpha": 1.5},
             {"weigh_before_requant": True},
             {"top_k": 5},
+            {"ep_size": 2},
         )
     ]
-    others += [KernelConfig(LAYER, TILES["n8"])]
+    others += [KernelConfig(LAYER, TILES["n8"]), KernelConfig(LAYER, TILES["n16"], all_ranks=True)]
     keys = {registry.kernel_key(config, "sm_90a") for config in (base, *others)}
     assert len(keys) == 1 + len(others)
     assert registry.kernel_key(base, "sm_90a") == registry.kernel_key(KernelConfig(LAYER, TILES["n16"]), "sm_90a")
@@ -139,15 +143,10 @@ def test_launch_unknown_argument_is_refused() -> None:
 def test_launch_arguments_keep_the_compiled_order() -> None:
     """The object's signature is positional: a name in two places would silently shift every argument behind it."""
     names = (*ADDRESSES, *NUMBERS)
-    assert len(set(names)) == len(names) == 28
-
-
-@given(st.integers(1, 4096), st.integers(1, 64), st.data())
-@settings(deadline=None, max_examples=60)
-def test_ready_words_any_routing_fits(routes: int, experts: int, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, routes), min_size=experts - 1, max_size=experts - 1)))
-    counts = [b - a for a, b in zip([0, *cuts], [*cuts, routes], strict=True)]
-    assert sum(math.ceil(c / 8) for c in counts) <= ready_words(routes, experts)
+    assert len(set(names)) == len(names)
+    source = (Path(launch.__file__).parent / "sm90" / "kernel.py").read_text(encoding="utf-8")
+    signature = source.split("def __call__(", 1)[1].split("stream,", 1)[0]
+    assert re.findall(r"(\w+): Int(?:32|64),", signature) == list(names)
 
 
 def test_expected_wgmma_matches_the_main_loop() -> None:
@@ -156,7 +155,7 @@ def test_expected_wgmma_matches_the_main_loop() -> None:
     assert expected_wgmma(KernelConfig(LAYER, TILES["h16"]).facts()) == 48  # 8 k16, 1 m64, 2 steps, 3 widths
 
 
-def _sound_ptx() -> str:
+def _sound_ptx(ranks: int = 1) -> str:
     """The order-relevant skeleton of a kernel's PTX."""
     wait = ["ld.acquire.gpu.global.b32 %r1, [%rd1];", "ld.acquire.sys.global.b32 %r2, [%rd2];"]
     wait += ["st.release.sys.global.b32 [%rd2], 1;", "ld.acquire.gpu.global.b32 %r1, [%rd1];"]
@@ -164,23 +163,39 @@ def _sound_ptx() -> str:
     token = [*wait, *wait, "fence.proxy.async;", "cp.async.bulk.tensor.2d [%r3];", *other_work]
     release = ["fence.proxy.async;", "red.release.gpu.global.add.u32 [%rd3], 1;"]
     release += ["red.release.gpu.global.add.u32 [%rd4], 1;"]
+    if ranks > 1:
+        publish = [*wait, "fence.acq_rel.sys;", "st.relaxed.sys.global.b64 [%rd7], %rd8;"]
+        far = ["ld.acquire.sys.global.b64 %rd9, [%rd1];", "st.release.sys.global.b32 [%rd2], 1;"]
+        far += ["ld.acquire.sys.global.b64 %rd9, [%rd1];", "ld.acquire.sys.global.b32 %r2, [%rd2];"]
+        headers = ["st.release.sys.global.b32 [%rd2], 1;"] * 3
+        pull = ["fence.proxy.async;", "red.release.gpu.global.add.u32 [%rd3], 1;", *other_work]
+        give_back = ["red.release.sys.global.add.u64 [%rd3], %rd4;"]
+        block = ["fence.proxy.async;", "red.release.gpu.global.add.u32 [%rd3], 1;", *other_work]
+        staged = ["bar.sync 9, 256;", "red.release.gpu.global.add.u32 [%rd5], 1;", *far]
+        leave = ["atom.acq_rel.gpu.global.add.u32 %r4, [%rd6], 1;", *["ld.acquire.sys.global.b32 %r2, [%rd2];"] * 3]
+        return "\n".join([*publish, *far, *headers, *token, *block, *give_back, *pull, *staged, *leave])
     math_warps = ["fence.proxy.async;", "bar.sync 9, 256;", "red.release.gpu.global.add.u32 [%rd5], 1;", *wait]
-    leave = ["atom.acq_rel.gpu.global.add.u32 %r4, [%rd6], 1;", "ld.acquire.sys.global.b32 %r2, [%rd2];"]
+    leave = ["atom.acq_rel.gpu.global.add.u32 %r4, [%rd6], 1;", *["ld.acquire.sys.global.b32 %r2, [%rd2];"] * 3]
     return "\n".join([*token, *release, *other_work, *math_warps, *leave])
 
 
-def test_lint_sound_ptx_has_no_fault() -> None:
-    assert lint_ptx(_sound_ptx()) == []
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_lint_sound_ptx_has_no_fault(ranks: int) -> None:
+    assert lint_ptx(_sound_ptx(ranks), ranks) == []
 
 
-def test_lint_any_order_instruction_removed_is_a_fault() -> None:
-    lines = _sound_ptx().splitlines()
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_lint_any_order_instruction_removed_is_a_fault(ranks: int) -> None:
+    lines = _sound_ptx(ranks).splitlines()
     for number, line in enumerate(lines):
         if line.startswith(("bar", "cp.", "add.")):
             continue
-        assert lint_ptx("\n".join(lines[:number] + lines[number + 1 :])), f"line {number} {line!r} may be missing"
+        assert lint_ptx("\n".join(lines[:number] + lines[number + 1 :]), ranks), (
+            f"line {number} {line!r} may be missing"
+        )
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -191,10 +206,24 @@ def test_lint_any_order_instruction_removed_is_a_fault() -> None:
         ("atom.acq_rel.gpu", "atom.relaxed.gpu"),
     ],
 )
-def test_lint_weaker_order_or_scope_is_a_fault(old: str, new: str) -> None:
-    assert lint_ptx(_sound_ptx().replace(old, new))
+def test_lint_weaker_order_or_scope_is_a_fault(old: str, new: str, ranks: int) -> None:
+    assert lint_ptx(_sound_ptx(ranks).replace(old, new), ranks)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ld.acquire.sys.global.b64", "ld.acquire.gpu.global.b64"),
+        ("red.release.sys", "red.relaxed.sys"),
+        ("red.release.sys", "red.release.gpu"),
+        ("st.relaxed.sys", "st.relaxed.gpu"),
+        ("fence.acq_rel.sys", "fence.acq_rel.gpu"),
+    ],
+)
+def test_lint_weaker_order_between_ranks_is_a_fault(old: str, new: str) -> None:
+    assert lint_ptx(_sound_ptx(8).replace(old, new), 8)
 
 
 @pytest.mark.parametrize("word", ["tanh.approx.f32 %f1, %f2;", "ld.global.nc.b32 %r1, [%rd1];"])
 def test_lint_forbidden_instruction_is_a_fault(word: str) -> None:
-    assert lint_ptx(_sound_ptx() + "\n" + word)
+    assert lint_ptx(_sound_ptx() + "\n" + word, 1)

@@ -17,7 +17,7 @@ from tools.gpu_suite.layer import GpuLayer
 from tools.gpu_suite.ranks import Inputs, RankGroup, join, one_rank_spec
 from trtllm_megamoe.reference.oracle import OracleWeights, oracle_forward
 from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
-from vendored_kernels.sm90.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_RETURN, FAULT_STAGED, SITE_NAMES
+from vendored_kernels.sm90.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_RETURN, FAULT_STAGED, SITE_NAMES, SITE_PEER
 
 CAP = 300
 """max_tokens_per_rank of the equality checks."""
@@ -175,14 +175,25 @@ class _Soak:
             torch.empty(SOAK_CAP + 1, self.spec.hidden_size, dtype=torch.bfloat16, device="cuda") for _ in range(8)
         ]
         self.differing = torch.zeros(8, dtype=torch.int64, device="cuda")
+        # What a stream allocates or loads for the first time would wait for a launch that waits for its peers.
+        for rank, stream in enumerate(self.groups[0].streams):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1)
+                for variant in range(variants):
+                    self._check(rank, 0, variant)
+        torch.cuda.synchronize()
+        self.differing.zero_()
 
     def launch(self, rank: int, group: int, variant: int, tile: str) -> None:
         """One rank's part on its stream: poison the output, launch, compare."""
-        inputs, y = self.inputs[variant][rank], self.scratch[rank]
+        y = self.scratch[rank]
         y.fill_(float("nan"))
-        self.groups[group].enqueue(rank, tile, inputs, y)
+        self.groups[group].enqueue(rank, tile, self.inputs[variant][rank], y)
+        self._check(rank, group, variant)
+
+    def _check(self, rank: int, group: int, variant: int) -> None:
         expected = self.expected[variant][group][rank]
-        self.differing[rank] += (_bits(y[: inputs.tokens]) != _bits(expected)).sum()
+        self.differing[rank] += (_bits(self.scratch[rank][: expected.shape[0]]) != _bits(expected)).sum()
 
 
 def soak(cache_dir: Path, launches: int = 10_000) -> Iterator[dict[str, Any]]:
@@ -273,6 +284,13 @@ def graphs(cache_dir: Path, replays: int = 300) -> Iterator[dict[str, Any]]:
     }
 
 
+def _described(record: dict[str, int]) -> str:
+    if not record["set"]:
+        return ""
+    blamed = f" for rank {record['expected']}" if record["site"] == SITE_PEER and record["expected"] >= 0 else ""
+    return f"{SITE_NAMES[record['site']]} {record['index']}{blamed}"
+
+
 def failures(cache_dir: Path) -> Iterator[dict[str, Any]]:
     """A rank that never launches, or stops before a step: every other rank ends in time and says for whom it waited."""
     spec, _ = SPECS[SOAK_SPEC]
@@ -314,9 +332,12 @@ def failures(cache_dir: Path) -> Iterator[dict[str, Any]]:
         fault(outputs)
         torch.cuda.synchronize()
         seconds = time.time() - started
+        first = group.records()
+        # A rank without tokens may have had nothing to wait for; it finds the abort word at its next launch.
+        group.run("n16", inputs, outputs)
+        torch.cuda.synchronize()
         records = group.records()
-        others = [records[rank] for rank in range(8) if rank != culprit]
-        epochs = [int(layer.region("epoch").view(torch.int64)[0]) for layer in group.layers]
+        sites = [_described(record) for record in first]
         group.reset()
         healed = group.outputs(inputs)
         group.run("n16", inputs, healed)
@@ -325,9 +346,8 @@ def failures(cache_dir: Path) -> Iterator[dict[str, Any]]:
         yield {
             "check": f"rank {culprit} stops: {name}",
             "seconds": round(seconds, 3),
-            "sites": [f"{SITE_NAMES.get(r['site'], r['site'])} {r['index']}" if r["set"] else "" for r in records],
-            "epochs": epochs,
+            "sites": sites,
             "healed": same,
-            "ok": all(r["set"] for r in others) and same and seconds < 5 and len(set(epochs)) == 1,
+            "ok": all(r["set"] for r in records) and any(r["set"] for r in first) and same and seconds < 5,
         }
         group.reset()

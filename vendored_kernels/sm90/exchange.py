@@ -176,16 +176,20 @@ def publish(
 
 @cute.jit
 def compare_headers(cfg, ex: Int32, control: Int32, header_at: Int64, peer):
-    """After the cells: the peer's buffer must be the one this rank was built with, its launch one of the same layer."""
+    """After the cells: the peer's buffer must be the one this rank was built with, its launch one of the same layer.
+
+    Nothing is compared when cells are missing: facts are as late as they are.
+    """
     at = const_expr(ExchangeOffsets(cfg))
     rank = ptx.lds32(control + RANK)
     facts = HEADER_FIXED_WORDS + ((ptx.lds32(control + LAUNCH) + 1) & 1)
+    lost = ptx.lds32(ex + at.lost)
     for i in cutlass.range_constexpr(HEADER_FIXED_WORDS + 1):
         word = facts if i == HEADER_FIXED_WORDS else Int32(i)
         expected = ptx.ldg64(ptx.lds64(ex + at.peers + rank * 8) + header_at + Int64(word) * 8)
         seen = ptx.ldg64(ptx.lds64(ex + at.peers + peer * 8) + header_at + Int64(word) * 8)
-        if seen != expected:
-            record_failure(control, cfg.layer.ep_size, Int32(SITE_HEADER), peer, expected, seen)
+        if seen != expected and lost == 0:
+            record_failure(control, cfg.layer.ep_size, Int32(SITE_HEADER), peer, expected, seen, peer)
 
 
 @cute.jit
@@ -201,7 +205,7 @@ def receive_cells(cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64,
     bank = ptx.lds64(ex + at.peers + rank * 8) + cells_at + Int64((Int32(tag) & 1) * (ranks * local * 8))
     i = thread
     while i < cfg.layer.num_experts:  # (source, local expert)
-        count = wait_for_cell(bank + Int64(i) * 8, tag, control, ranks, i)
+        count = wait_for_cell(bank + Int64(i) * 8, tag, control, ranks, i, i // local)
         if count < 0:
             ptx.sts32(ex + at.lost, 1)
         ptx.sts32(ex + at.counts + i * 4, count)

@@ -2,24 +2,28 @@
 """`Sm90MegaMoeNvfp4Kernel`: one MoE layer of one rank as one persistent launch on Hopper (sm_90a).
 
 Purpose
-    Routing ids and bf16 tokens in, bf16 layer output out: count and place routes, quantise tokens (both activation
-    modes of docs/numerics.md), fc1, SwiGLU, requantisation, fc2, result rows in wire format, top-k sum. Weights stay
-    NVFP4 in HBM and shared memory and are decoded exactly to f16 registers.
+    Routing ids and bf16 tokens in, bf16 layer output out: count routes, quantise tokens (both activation modes of
+    docs/numerics.md), dispatch them to the ranks that own their experts, fc1, SwiGLU, requantisation, fc2, result rows
+    in wire format straight to the token owners, top-k sum there. Weights stay NVFP4 in HBM and shared memory and are
+    decoded exactly to f16 registers. The protocol between ranks: docs/protocol.md.
 Supported
-    H multiple of 32, I multiple of 16, up to 256 local experts, top_k up to 16, any token count including 0 (read from
-    device memory, so one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range)
-    and duplicate entries, at most four token widths per launch, whole (256-row) and half (128-row) tiles.
+    1 to 16 ranks that can address each other's memory; H multiple of 32, I multiple of 16, up to 256 local experts,
+    top_k up to 16, any token count including 0 (read from device memory, so one captured graph serves every T of its
+    bucket), ids int32 or int64 with masked (out of range) and duplicate entries, at most four token widths per launch,
+    whole (256-row) and half (128-row) tiles. All ranks in one launch on one GPU (`all_ranks`: sanitizer, measuring).
 Not supported
-    More than one rank; expert ids that are not local; grids that are not fully resident (every CTA must run at once).
-Operands (addresses; R rows of the pool, T tokens, E experts, K top_k, steps = ceil(width / 128))
+    Grids that are not fully resident (every CTA must run at once); ranks that run different tile configurations.
+Operands (addresses; R rows of the pool, T tokens, E experts of this rank, K top_k)
     w1 (E, ceil(2I/128), ceil(H/128), 9216) u8     128x128 records, gate and up interleaved by 8 (see "Weight records")
     w2 (E, ceil(H/128), ceil(I/128), 9216) u8
     scales (E + 1, 4) f32   {alpha_gate * 2^14, alpha_up * 2^14, alpha_down * 2^14, qs2 or 2^q}; last row {qs1, 0, 0, 0}
     x (T, H) bf16; ids (T, K) i32 or i64; route_weights (T, K) f32; num_tokens i32; y (T, H) bf16
     pool (R, H) f16; row_scale (R) f32; row_weight (R) f32; row_meta (R, 2) i32; route_rows (T, K) i32; h (R, I) f16
-    results (T*K, row) and result_scales (T*K, row) u8: wire format by token * K + slot
-    counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words); epoch u64;
-    error u64 (8); abort u32
+    counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words);
+    pool_ready u32 (2, pool_ready_words); epoch u64; expected_returns u64 (ranks); error u64 (8)
+    peers u64 (ranks): bases of the shared spaces; the regions behind them, at the same offsets on every rank: abort,
+    header, size cells, return counters, index rows, payload and its scales, routing weights, result rows and scales
+    (trtllm_megamoe/regions.py has shapes; wire format by token * K + slot)
 Weight records
     codes [m64 tile 2][k64 half 2][thread 128][4 x u32], then e4m3 scales [tile 2][warp 4][g 8][8 k16][row g, row g+8].
     A u32 holds one thread's 8 codes of an m64k16 fragment in a GF(2)-linear order (`ptx.decode_fragment` inverts it).
@@ -27,32 +31,46 @@ Weight records
     columns beyond the matrix are zero records.
 Warp roles (1 CTA per SM)
     math   2 warpgroups: stage tokens, then per tile wait, decode, wgmma, epilogue; at the end the top-k sum
-    W      scheduler table, claims, weight copies        T   token loads, the only warp that waits for global counters
+    W      scheduler table, claims, weight copies        T   token loads, the only warp that waits for a tile's tokens
     R      releases of finished tiles                    Z   clears the next launch's counters
+    D      4 warps, only with several ranks: size cells out (CTA 0) and in (all, with W, T, R, Z), rows of peers into
+           the pool while tiles run
 Pipelines (producer -> consumer, arrivals)
     wfull[stage]  W -> math: 1 and two records                           wempty[stage] math -> W: one per math warp
     tfull[stage]  T -> math: 1 and a token box                           tempty[stage] math -> T: one per math warp
     ifull[slot]   W -> math, T, R: 1                                     iempty[slot]  T, R -> W: 2
     done[slot]    math -> R: one per math warp
-Synchronisation contract
+Synchronisation contract, every kernel
     object           writer                                        reader                              reset
-    pool, row_*      math: st, fence.proxy.async, CTA barrier,     T: ld.acquire.gpu,                  stream
-                     one red.release.gpu on `staged`               fence.proxy.async, TMA
     h                math: st, fence.proxy.async, arrive on done;  T: ld.acquire.gpu >= row tiles,     stream
                      R: fence.proxy.async, red.release.gpu ready   fence.proxy.async, TMA
-    results          math: st, arrive on done;                     math: ld.acquire.gpu, ld            stream
-                     R: red.release.gpu on `fc2 done`
     claim            W: atom.relaxed.gpu                           (the value is all there is)         other bank, by Z
-    staged, ready,   as above                                      as above                            other bank, by Z
+    staged, ready,   as here                                       as here                             other bank, by Z
+    pool_ready,
     fc2 done
     exit ticket,     last warp out: atom.acq_rel.gpu; the last     next launch: plain ld               the last CTA
-    epoch            CTA stores epoch + 1
+    epoch, expected  CTA stores them
     x, ids, weights  previous kernel of the stream                 plain ld                            stream
-    error, abort     first failure: cas, st; then st.release.sys   every wait: ld.acquire.sys;         host
-                                                                   at entry: plain ld
+    error, abort     first failure: exch, st; then st.release.sys  every wait: ld.acquire.sys;         host
+                     to every rank's abort word                    at entry: plain ld
+One rank
+    pool, row_*      math: st, fence.proxy.async, CTA barrier,     T: ld.acquire.gpu,                  stream
+                     one red.release.gpu on `staged`               fence.proxy.async, TMA
+    results          math: st, arrive on done;                     math: ld.acquire.gpu, ld            stream
+                     R: red.release.gpu on `fc2 done`
+Several ranks
+    payload, index   math: st, CTA barrier, one red.release.gpu    peers' D: plain ld after their      own next launch
+    rows             on `staged`; CTA 0: ld.acquire.gpu            cells (never ld.nc)
+    size cells,      CTA 0's D: fence.acq_rel.sys and              every CTA: ld.acquire.sys until     never: tag of the
+    launch facts     st.relaxed.sys in each storing thread         the tag is this launch's            launch, two banks
+    pool, row_*      D: st, fence.proxy.async, syncwarp,           T: ld.acquire.gpu >= pieces,        stream
+                     red.release.gpu on pool_ready                 fence.proxy.async, TMA
+    results          math: st to the token owner, arrive on done;  owner: ld.acquire.sys >= sum of     never: cumulative
+                     R: red.release.sys on its return counter      all routes sent, CTA barrier, ld
 Provenance
-    Written for this project; the main loop and the tile stream follow our own measured prototypes
-    (docs/engineering-notes-hopper.md).
+    Written for this project; the main loop, the tile stream and the protocol follow our own measured prototypes
+    (docs/engineering-notes-hopper.md). Pulling payload by the expert owner with pushed indices, swap-AB and one ordered
+    stream of tiles are ideas of DeepGEMM's mega kernel and of NVIDIA's fused MoE examples.
 """
 
 import cutlass

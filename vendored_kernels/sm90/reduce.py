@@ -81,7 +81,7 @@ def sum_routes(
         column0 = (item - local * chunks) * (256 * pieces) + lane * 8
         if local != known:  # lane s looks up slot s
             mine = Int32(1) if lane < top_k else Int32(0)
-            expert = load_expert(ids, token * top_k + lane, mine, ids_are_64, layer.num_local_experts)
+            expert = load_expert(ids, token * top_k + lane, mine, ids_are_64, layer.num_experts)
             slot_live = Int32(1) if expert >= 0 else Int32(0)
             if const_expr(not layer.weigh_before_requant):
                 slot_weight = ptx.ldg32_if(weights + Int64(token * top_k + lane) * 4, slot_live)

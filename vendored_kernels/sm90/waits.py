@@ -41,8 +41,11 @@ COUNT_BITS = 24
 
 
 @cute.jit
-def record_failure(control: Int32, ranks: cutlass.Constexpr, site, index, expected: Int64, seen: Int64):
-    """First failure wins the record {set, rank, site, index, epoch, expected, seen, 0}; all abort words go up."""
+def record_failure(control: Int32, ranks: cutlass.Constexpr, site, index, expected: Int64, seen: Int64, blamed):
+    """First failure wins the record {set, rank, site, index, epoch, expected, seen, 0}; all abort words go up.
+
+    An abort word says who gave up and for whom it waited: rank + 1, and in the next byte `blamed` + 1 (0: itself).
+    """
     error = ptx.lds64(control + ERROR)
     rank = ptx.lds32(control + RANK)
     if ptx.flag_exchange_acq_rel_gpu(error, 1) == 0:
@@ -53,11 +56,12 @@ def record_failure(control: Int32, ranks: cutlass.Constexpr, site, index, expect
         ptx.stg64(error + 40, expected)
         ptx.stg64(error + 48, seen)
     if const_expr(ranks == 1):
-        ptx.flag_store_release_sys(ptx.lds64(control + ABORT), rank + 1)
+        ptx.flag_store_release_sys(ptx.lds64(control + ABORT), Int32(1))
     else:
         peers = ptx.lds64(control + PEERS)
         for r in cutlass.range(ranks, unroll=1):
-            ptx.flag_store_release_sys(ptx.ldg64(peers + Int64(r) * 8) + ptx.lds64(control + ABORT_AT), rank + 1)
+            word = rank + 1 + (blamed + 1) * 256
+            ptx.flag_store_release_sys(ptx.ldg64(peers + Int64(r) * 8) + ptx.lds64(control + ABORT_AT), word)
 
 
 @cute.jit
@@ -67,8 +71,10 @@ def record_departure(control: Int32):
     if ptx.flag_exchange_acq_rel_gpu(error, 1) == 0:
         ptx.stg64(error + 8, Int64(ptx.lds32(control + RANK)))
         ptx.stg64(error + 16, Int64(SITE_PEER))
-        ptx.stg64(error + 24, Int64(ptx.flag_load_acquire_sys(ptx.lds64(control + ABORT)) - 1))
+        word = ptx.flag_load_acquire_sys(ptx.lds64(control + ABORT))
+        ptx.stg64(error + 24, Int64((word & 255) - 1))
         ptx.stg64(error + 32, ptx.lds64(control + LAUNCH))
+        ptx.stg64(error + 40, Int64((word >> 8) - 1))
 
 
 @cute.jit
@@ -95,14 +101,14 @@ def wait_at_least(address: Int64, target, control: Int32, ranks: cutlass.Constex
             polls = Int32(0)
             gave_up = _gives_up(control, start)
             if gave_up == 2:
-                record_failure(control, ranks, Int32(site), index, Int64(target), Int64(seen))
+                record_failure(control, ranks, Int32(site), index, Int64(target), Int64(seen), Int32(-1))
         if gave_up == 0:
             seen = ptx.flag_load_acquire_gpu(address)
     return Int32(1) if gave_up != 0 else Int32(0)
 
 
 @cute.jit
-def wait_for_cell(address: Int64, tag: Int64, control: Int32, ranks: cutlass.Constexpr, index):
+def wait_for_cell(address: Int64, tag: Int64, control: Int32, ranks: cutlass.Constexpr, index, source):
     """Poll a size cell until it carries `tag`; returns its count, or -1 when it gave up."""
     start = cute.arch.globaltimer()
     seen = ptx.peer_flag_load_acquire_sys64(address)
@@ -114,7 +120,7 @@ def wait_for_cell(address: Int64, tag: Int64, control: Int32, ranks: cutlass.Con
             polls = Int32(0)
             gave_up = _gives_up(control, start)
             if gave_up == 2:
-                record_failure(control, ranks, Int32(SITE_CELLS), index, tag, seen >> COUNT_BITS)
+                record_failure(control, ranks, Int32(SITE_CELLS), index, tag, seen >> COUNT_BITS, source)
         if gave_up == 0:
             seen = ptx.peer_flag_load_acquire_sys64(address)
     return Int32(-1) if gave_up != 0 else Int32(seen & ((1 << COUNT_BITS) - 1))
@@ -133,6 +139,6 @@ def wait_for_returns(address: Int64, target: Int64, control: Int32, ranks: cutla
             polls = Int32(0)
             gave_up = _gives_up(control, start)
             if gave_up == 2:
-                record_failure(control, ranks, Int32(SITE_RETURNS), index, target, seen)
+                record_failure(control, ranks, Int32(SITE_RETURNS), index, target, seen, index)
         if gave_up == 0:
             seen = ptx.peer_flag_load_acquire_sys64(address)

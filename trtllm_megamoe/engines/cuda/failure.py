@@ -28,8 +28,8 @@ def failure_of(record: Sequence[int], num_local_experts: int, timeout_s: float) 
     _, rank, site, index, epoch, expected, seen, _ = record
     launch = epoch + 1
     if site == hopper.SITE_PEER:
-        who = f"rank {index}" if index >= 0 and index != rank else "a rank"
-        return MegaMoeAbortedError(f"rank {rank}: {who} gave up at or before launch {launch}. {_AFTERWARDS}")
+        waiting = f", waiting for rank {expected}" if expected >= 0 else ""
+        return MegaMoeAbortedError(f"rank {rank}: rank {index} gave up in launch {launch}{waiting}. {_AFTERWARDS}")
     if site == hopper.SITE_HEADER:
         return MegaMoeRankDivergenceError(
             f"rank {rank}: rank {index} takes part in launch {launch} with another buffer, layer or load than this "
