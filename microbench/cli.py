@@ -28,6 +28,7 @@ from trtllm_megamoe import comm as communicators
 from trtllm_megamoe.cli.failure import EXIT_WRONG_ANSWER, Failure, debug_option, set_rank
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.comm.launch import Launch, detect
+from trtllm_megamoe.engines.registry import choose_engine
 from trtllm_megamoe.envs import log_level
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import CombineFormat
@@ -192,11 +193,13 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         launch.require_world(comm.rank, comm.size)
         transport, rows = comm.transport, body(comm)
     elif options["virtual_ranks"] > 1:
-        rows = communicators.run_threads(options["virtual_ranks"], body, _VIRTUAL_RANKS_S)[0]
+        is_gpu = choose_engine(options["engine"], ep_size).name == "cuda"
+        ranks = options["virtual_ranks"]
+        rows = communicators.run_threads(ranks, body, _VIRTUAL_RANKS_S, device="cuda" if is_gpu else None)[0]
     else:
         rows = body(communicators.single())
     if launch.rank == 0:
-        env = environment.collect(rows[0]["engine"], threads, _launcher_phrase(launch), transport)
+        env = environment.collect(rows, threads, _launcher_phrase(launch), transport)
         _publish(env, rows, repeat_command(launch, sys.argv[1:]), options["json_path"], options["csv_path"])
     if any(row["status"] != "ok" for row in rows):
         ctx.exit(EXIT_WRONG_ANSWER)

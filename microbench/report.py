@@ -143,6 +143,7 @@ _COLUMNS = (
     _Column("TFLOP/s", lambda row: _rate(row["tflops"], row["pct_peak_tflops"])),
     _Column("HBM GB/s", lambda row: _rate(row["hbm_gbs"], row["pct_peak_hbm"])),
     _Column("link GB/s", lambda row: _rate(row["nvl_gbs"], row["pct_peak_nvl"])),
+    _Column("SM MHz", lambda row: _number(None if row["clocks"] is None else row["clocks"]["sm_mhz"], 0), is_axis=True),
     _Column("% SOL", lambda row: _number(row["pct_sol"])),
     _Column("bound", lambda row: row["bound"] or "-", is_text=True),
     _Column("check", _verdict, is_text=True),
@@ -155,7 +156,7 @@ def text_table(rows: Sequence[Row]) -> str:
     for column in _COLUMNS:
         cells = [column.cell(row) for row in rows]
         if column.is_axis and len(set(cells)) == 1:
-            shared.append(f"{column.title} {cells[0]}")
+            shared += [] if cells[0] == "-" else [f"{column.title} {cells[0]}"]
         else:
             shown.append((column, cells))
     numbers = [index for index, (column, _) in enumerate(shown) if not column.is_text]

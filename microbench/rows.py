@@ -6,7 +6,7 @@ Pure: the runner measures, this computes, the report prints. `schema.json` is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from microbench.roofline import Floor, Work, floor_of, measured_traffic, rank_wo
 from microbench.routing import Load, Workload
 from microbench.timing import Mode, Timed
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
+from trtllm_megamoe.kernels.prepared import LaunchChoice
 
 TIMED_REGION = "forward: bf16 tokens in, bf16 rows out; activation staging, dispatch, experts, combine, top-k sum"
 
@@ -48,6 +49,8 @@ class Measurement:
     timing: str
     timed: Timed | None
     peaks: Peaks | None
+    choice: LaunchChoice | None
+    clocks: Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,8 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "share_of_ep": case.share_of_ep,
         "requested_engine": measured.requested_engine,
         "engine": measured.engine,
-        "kernels": [],
+        "kernels": [] if measured.choice is None else [measured.choice.kernel],
+        "object_hash": None if measured.choice is None else measured.choice.object_hash,
         "ep_size": workload.ep_size,
         "virtual_ranks": measured.virtual_ranks,
         "tokens_per_rank": workload.tokens_per_rank,
@@ -154,9 +158,7 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "score_placement": case.score_placement.value,
         "max_tokens_per_rank": measured.max_tokens_per_rank,
         "bucket": measured.bucket,
-        "requested_tactic": None,
-        "actual_tactic": None,
-        "tactic_source": None,
+        **_tactic_fields(measured.choice),
         "timing": measured.timing,
         "mode": measured.mode.value,
         "region": TIMED_REGION,
@@ -166,6 +168,7 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "rotated_layers": measured.num_layers,
         "us": us,
         "samples_us": [] if samples is None else list(samples.slowest_us),
+        "clocks": None if measured.clocks is None else dict(measured.clocks),
         "tokens_per_s": sum(measured.tokens_by_rank) / seconds if seconds else None,
         "tflops": tflops,
         "pct_peak_tflops": _percent(tflops, None if peak_flops is None else peak_flops / 1e12),
@@ -180,6 +183,19 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "check": _check_fields(measured.check),
         "status": "ok" if measured.check.has_passed else "failed",
         "skip_reason": measured.check.reason,
+    }
+
+
+def _tactic_fields(choice: LaunchChoice | None) -> dict[str, Any]:
+    """What was asked for (null: whatever the layer chooses) and what ran."""
+    if choice is None:
+        return {"requested_tactic": None, "actual_tactic": None, "tactic_source": None}
+    actual = choice.resolved.tactic.to_json()
+    is_pinned = choice.resolved.source == "pinned"
+    return {
+        "requested_tactic": actual if is_pinned else None,
+        "actual_tactic": actual,
+        "tactic_source": choice.resolved.source,
     }
 
 

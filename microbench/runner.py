@@ -20,8 +20,10 @@ import torch
 from microbench import synthetic, timing_cuda
 from microbench.cases import Case
 from microbench.check import CheckResult, Verdict, check_output
+from microbench.clocks import ClockSampler, Reading, nvml_reader
 from microbench.environment import device_name
 from microbench.peaks import find_peaks
+from microbench.ranges import marked
 from microbench.roofline import expert_bytes
 from microbench.routing import Batch, Load, Workload, count_routes, route, tokens_by_rank
 from microbench.rows import Measurement, make_row
@@ -222,21 +224,23 @@ def _measure(
 
     # the layer returns fresh memory, so nothing it does later can turn this result into another one
     first = forward(0)
-    check = _check_steps(first, point, steps, layers, source, settings, comm)
+    bucket = layers[0].last_bucket
+    with marked(f"check {point.workload.routing.value} {point.workload.tokens_per_rank}"):
+        check = _check_steps(first, point, steps, layers, source, settings, comm)
     timed: Timed | None = None
+    sampler = ClockSampler(_clock_reader(layers[0], comm))
     if check.has_passed:
         rotation = math.lcm(len(layers), len(steps))
-        timed = choose_timer(layers[0].engine_name, settings.use_cuda_graph)(
-            forward,
-            TimingSpec(
-                mode=point.mode,
-                warmup=settings.warmup,
-                iters=settings.iters,
-                forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
-                timeout_s=settings.timeout_s,
-            ),
-            comm,
+        spec = TimingSpec(
+            mode=point.mode,
+            warmup=settings.warmup,
+            iters=settings.iters,
+            forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
+            timeout_s=settings.timeout_s,
         )
+        timer = choose_timer(layers[0].engine_name, settings.use_cuda_graph)
+        with marked(f"time {point.workload.routing.value} {point.workload.tokens_per_rank}"), sampler:
+            timed = timer(forward, spec, comm)
         check = _check_again(check, first, timed.repeated, comm, settings.timeout_s)
     if not check.has_passed:
         timed = None
@@ -253,7 +257,7 @@ def _measure(
             engine=layers[0].engine_name,
             virtual_ranks=settings.virtual_ranks,
             max_tokens_per_rank=layers[0].config.max_tokens_per_rank,
-            bucket=layers[0].last_bucket,
+            bucket=bucket,
             mode=point.mode,
             warmup=settings.warmup,
             iters=settings.iters,
@@ -263,8 +267,15 @@ def _measure(
             timing=timing_name(layers[0].engine_name, settings.use_cuda_graph),
             timed=timed,
             peaks=find_peaks(device_name(layers[0].engine_name)),
+            choice=None if bucket is None else layers[0].launch_choice(bucket),
+            clocks=comm.allgather(sampler.summary(), settings.timeout_s)[0],
         )
     )
+
+
+def _clock_reader(layer: MegaMoELayer, comm: Communicator) -> Callable[[], Reading] | None:
+    """Rank 0 watches its GPU; nobody watches a CPU."""
+    return nvml_reader(torch.cuda.current_device()) if layer.device.type == "cuda" and comm.rank == 0 else None
 
 
 def _check_steps(
@@ -282,7 +293,7 @@ def _check_steps(
         out = first if not results else step.run(layer)
         results.append(
             check_output(
-                out.cpu(),
+                out,
                 step.x,
                 step.batch,
                 source,

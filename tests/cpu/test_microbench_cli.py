@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from microbench import check as check_module
-from microbench import report
+from microbench import environment, report
 from microbench.cases import preset_case
 from microbench.check import CheckResult, Verdict
 from microbench.cli import main, repeat_command
@@ -24,9 +25,13 @@ from microbench.plot import group_series
 from microbench.routing import Load, RoutingName, by_rows, count_routes, route
 from microbench.rows import Measurement, make_row
 from microbench.timing import Mode, Timed, merge
+from tests.helpers.tactics import tactic
 from trtllm_megamoe.comm.launch import Launch, run_mpirun
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
+from trtllm_megamoe.kernels.prepared import LaunchChoice
+from trtllm_megamoe.tuning.table import ResolvedTactic
+from trtllm_megamoe.tuning.tactic import Tactic
 
 ROOT = Path(__file__).parents[2]
 QWEN = ROOT / "tests/data/modelopt_nvfp4_qwen3_moe"
@@ -209,20 +214,32 @@ def test_bench_bad_input_of_a_job_is_told_by_rank_0_only(
     assert ("--share-of-ep 2 is one rank's share" in result.output) is speaks
 
 
-def gpu_row(rows_per_expert: int = 64, us: tuple[float, ...] = (700.0, 660.0, 680.0), **changes: Any) -> dict[str, Any]:
-    """A row as an H200 would give it, computed by the product's own code from made-up times."""
+CHOICE = LaunchChoice("sm_90a-n16", "0123abcd", ResolvedTactic(tactic(16), "tuned"))
+CLOCKS = {
+    "sm_mhz": 1700.0, "sm_mhz_min": 1500.0, "mem_mhz": 3201.0, "power_w": 600.0, "power_w_max": 690.0,
+    "temperature_c": 60.0, "readings": 12.0,
+}  # fmt: skip
+
+
+def gpu_measurement(rows_per_expert: int = 64, us: tuple[float, ...] = (700.0, 660.0, 680.0)) -> Measurement:
+    """What an H200 would measure, with made-up times."""
     case = preset_case("deepseek-v4-pro").cut_to_share(8)
     workload = by_rows(RoutingName.UNIFORM, rows_per_expert, num_experts=48, top_k=6, ep_size=1, seed=0)
     load = Load(count_routes(route(workload, 0).topk_ids, 48).unsqueeze(0))
-    measured = Measurement(
+    return Measurement(
         case=case, workload=workload, requested_rows=rows_per_expert, tokens_by_rank=(workload.tokens_per_rank,),
         combine_format=CombineFormat.BF16, activations=ActivationMode.BF16, requested_engine="cpu", engine="cpu",
         virtual_ranks=1, max_tokens_per_rank=workload.tokens_per_rank,
         bucket=workload.tokens_per_rank, mode=Mode.BURST, warmup=1, iters=len(us),
         num_layers=1, loads=(load,), check=CheckResult(Verdict.VERIFIED, 1e-5, 1.0, 1e-3, 8, 8, 48),
         timing="cuda_graph", timed=Timed(merge([us]), torch.empty(0), 4), peaks=find_peaks("NVIDIA H200"),
+        choice=CHOICE, clocks=CLOCKS,
     )  # fmt: skip
-    return {**make_row(measured), **changes}
+
+
+def gpu_row(*amounts: Any, **changes: Any) -> dict[str, Any]:
+    """A row as an H200 would give it, computed by the product's own code from made-up times."""
+    return {**make_row(gpu_measurement(*amounts)), **changes}
 
 
 def result_of(*rows: dict[str, Any]) -> dict[str, Any]:
@@ -242,6 +259,35 @@ def test_make_row_known_peaks_gives_share_of_the_floor() -> None:
     assert row["hbm_gbs"] == pytest.approx(48 * 37_158_912 / 680e-6 / 1e9)
     assert row["nvl_gbs"] == 0.0
     assert row["tokens_per_s"] == pytest.approx(512 / 680e-6)
+
+
+def test_gpu_row_says_what_ran_and_at_which_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = gpu_row()
+    properties = json.loads(report.SCHEMA_PATH.read_text())["properties"]["rows"]["items"]
+    jsonschema.Draft202012Validator(properties).validate(row)
+    assert (row["kernels"], row["object_hash"]) == (["sm_90a-n16"], "0123abcd")
+    assert (row["requested_tactic"], row["tactic_source"]) == (None, "tuned")
+    assert Tactic.from_json(row["actual_tactic"]) == CHOICE.resolved.tactic
+    assert row["clocks"] == CLOCKS
+    assert "1,700" in report.text_table([row])
+
+    monkeypatch.setattr(environment, "_gpu_facts", dict)
+    monkeypatch.setattr(environment, "device_limits", lambda index: {"sm_max": 1980.0, "limit": 700.0})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    slower = {**row, "clocks": {**CLOCKS, "sm_mhz": 1900.0, "sm_mhz_min": 1400.0}, "object_hash": "ffff"}
+    unread = {**row, "clocks": None}
+    rows = [{**each, "engine": "cuda"} for each in (row, slower, unread)]
+    env = environment.collect(rows, 1, "none", "threads")
+    assert env["object_hashes"] == ["0123abcd", "ffff"]
+    assert env["clocks_mhz"] == {"sm": 1800.0, "sm_lowest": 1400.0, "mem": 3201.0, "sm_max": 1980.0}
+    assert env["power_w"] == {"median": 600.0, "highest": 690.0, "limit": 700.0}
+    assert environment.collect([unread], 1, "none", "threads")["clocks_mhz"] is None
+
+
+def test_pinned_tactic_is_the_requested_one() -> None:
+    pinned = replace(CHOICE, resolved=ResolvedTactic(tactic(16), "pinned"))
+    row = make_row(replace(gpu_measurement(), choice=pinned))
+    assert row["requested_tactic"] == row["actual_tactic"] == tactic(16).to_json()
 
 
 def test_text_table_names_shared_axes_once_and_units_in_the_header() -> None:
