@@ -130,6 +130,10 @@ _COUNTS = ListOf("n,n,...", _positive)
     help="lockstep: a barrier before every iteration; burst: one before the first.",
 )
 @click.option("--cuda-graph", "use_cuda_graph", is_flag=True, help="Replay a graph instead of launching (CUDA engine).")
+@click.option(
+    "--autotune", is_flag=True, help="Tune the buckets first, on scratch that is gone before anything is timed."
+)
+@click.option("--rivals", is_flag=True, help="Time public implementations on the same rows per expert (one rank, GPU).")
 @click.option("--iters", type=_COUNT, default=10, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, help="Iterations before the timed ones.")
 @click.option("--seed", type=int, default=0)
@@ -164,6 +168,8 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         if target is not None and not target.parent.is_dir():
             raise MegaMoeConfigError(f"cannot write {target}: no directory {target.parent}")
     ep_size = _count_ranks(launch, options["virtual_ranks"], options["share_of_ep"])
+    if options["rivals"] and ep_size > 1:
+        raise MegaMoeConfigError(f"--rivals times one rank alone, but {ep_size} ranks run; use --share-of-ep {ep_size}")
     case = _choose_case(options)
     points = _make_points(case, ep_size, options)
     settings = Settings(
@@ -177,6 +183,8 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         timeout_s=options["timeout_s"],
         virtual_ranks=options["virtual_ranks"],
         use_cuda_graph=options["use_cuda_graph"],
+        autotune=options["autotune"],
+        rivals=options["rivals"],
         expected_engine=options["expect_engine"],
     )
     threads = options["threads_per_rank"] or max(1, len(os.sched_getaffinity(0)) // ep_size)

@@ -177,5 +177,20 @@ def footer(rows: Sequence[Row], command: str) -> str:
             f"{str(row['check']['verdict']).upper()}, not timed: {row['tokens_per_rank']} tokens per rank, "
             f"{row['routing']}, {row['combine_format']}: {row['skip_reason']}"
         )
+    lines += _rival_lines(rows)
     lines.append(f"{len(rows) - len(failed)} of {len(rows)} rows verified and timed; repeat with: {command}")
     return "\n".join(lines)
+
+
+def _rival_lines(rows: Sequence[Row]) -> list[str]:
+    """One line per rival and row with its time, or one per rival and reason why there is none."""
+    lines: dict[str, None] = {}
+    for row in rows:
+        for rival in row["rivals"]:
+            if rival["us"] is None:
+                lines[f"{rival['rival']}: {rival['status']}: {rival['skip_reason']}"] = None
+            else:
+                ratio = "" if row["us"] is None else f", {rival['us']['p50'] / row['us']['p50']:.2f} x this layer"
+                where = f"{row['tokens_per_rank']} tokens per rank, {row['routing']}"
+                lines[f"{rival['rival']}: {where}: {rival['us']['p50']:,.1f} us{ratio} ({rival['region']})"] = None
+    return list(lines)

@@ -21,6 +21,7 @@ from microbench.routing import Load, Workload
 from microbench.timing import Mode, Timed
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 from trtllm_megamoe.kernels.prepared import LaunchChoice
+from trtllm_megamoe.tuning.tuner import TunedBucket
 
 TIMED_REGION = "forward: bf16 tokens in, bf16 rows out; activation staging, dispatch, experts, combine, top-k sum"
 
@@ -51,6 +52,7 @@ class Measurement:
     peaks: Peaks | None
     choice: LaunchChoice | None
     clocks: Mapping[str, float] | None
+    tuned: TunedBucket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "max_tokens_per_rank": measured.max_tokens_per_rank,
         "bucket": measured.bucket,
         **_tactic_fields(measured.choice),
+        "autotune": None if measured.tuned is None else _tuned_fields(measured.tuned),
         "timing": measured.timing,
         "mode": measured.mode.value,
         "region": TIMED_REGION,
@@ -181,6 +184,7 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "pct_sol": None if sol_us is None or not isinstance(p50, float) else 100.0 * sol_us / p50,
         "bound": None if cost.floor is None else cost.floor.bound,
         "check": _check_fields(measured.check),
+        "rivals": [],
         "status": "ok" if measured.check.has_passed else "failed",
         "skip_reason": measured.check.reason,
     }
@@ -196,6 +200,16 @@ def _tactic_fields(choice: LaunchChoice | None) -> dict[str, Any]:
         "requested_tactic": actual if is_pinned else None,
         "actual_tactic": actual,
         "tactic_source": choice.resolved.source,
+    }
+
+
+def _tuned_fields(tuned: TunedBucket) -> dict[str, Any]:
+    """What tuning this row's bucket came to; its times are of a full bucket, not of this row."""
+    return {
+        "time_us": tuned.time_us,
+        "heuristic_us": tuned.heuristic_us,
+        "num_candidates": tuned.num_candidates,
+        "failures": [f"rank {failure.rank}, {failure.tactic}: {failure.reason}" for failure in tuned.failures],
     }
 
 

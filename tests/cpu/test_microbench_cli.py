@@ -123,6 +123,16 @@ def test_bench_share_and_virtual_ranks_describe_themselves(tmp_path: Path) -> No
     assert (ragged["ep_tokens"], zero["ep_tokens"]) == (10, 8)
 
 
+def test_bench_rivals_that_cannot_run_say_why(tmp_path: Path) -> None:
+    path = tmp_path / "rivals.json"
+    result = bench(*TINY, "--engine", "cpu", "--rivals", "--tokens-per-rank", "2,3", "--json", str(path), *QUICK)
+    assert result.exit_code == 0, result.output
+    for row in validated(path)["rows"]:
+        assert [rival["status"] for rival in row["rivals"]] == ["skipped"] * 3
+        assert all(rival["skip_reason"] and rival["us"] is None for rival in row["rivals"])
+    assert "torch._grouped_mm, bf16 weights: skipped: needs a GPU" in result.output
+
+
 def test_bench_unverified_result_is_visible_and_exits_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*_: object) -> torch.Tensor:
         raise ImportError("no such reference")
@@ -153,6 +163,8 @@ def test_bench_unverified_result_is_visible_and_exits_1(monkeypatch: pytest.Monk
         ([*TINY, "--tokens-per-rank", "1,x"], "1,x"),
         ([*TINY, "--routing", "spiral"], "spiral"),
         ([*TINY, "--routing", "zero-rank"], "at least 2 ranks"),
+        ([*TINY, "--engine", "cpu", "--autotune"], "no tactics to choose from"),
+        ([*TINY, "--rivals", "--virtual-ranks", "2"], "use --share-of-ep 2"),
         ([*TINY, "--combine-format", "fp2"], "fp2"),
         ([*TINY, "--engine", "cuda"], "cuda"),
         ([*TINY, "--engine", "cpu", "--cuda-graph"], "no CUDA graph"),
