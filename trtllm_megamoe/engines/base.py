@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 
 from trtllm_megamoe.errors import MegaMoeUnavailableError
+from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels.prepared import LaunchChoice
 from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.weights.calibration import ActivationObserver
@@ -35,6 +38,17 @@ class SaturationReport:
             self.fc1_out_blocks + other.fc1_out_blocks,
             self.fc1_out_saturated + other.fc1_out_saturated,
         )
+
+
+def shared_weight_facts(weights: WeightStore) -> int:
+    """32-bit digest of what all ranks must have loaded alike: activation mode, and fc1's input scale where it counts.
+
+    A rank that quantises with another scale than the owner undoes would be silently wrong; see `regions.launch_facts`.
+    """
+    mode = weights.activation_mode
+    assert mode is not None  # a loaded store has one
+    scale = weights.scales.input_global if mode is ActivationMode.NVFP4 else None
+    return zlib.crc32(mode.value.encode() + struct.pack("<f", scale or 0.0))
 
 
 class Engine(ABC):

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
-
 import torch
 
 from trtllm_megamoe.config import MegaMoeConfig
@@ -31,10 +28,6 @@ class ExpertMath:
         self.observer: ActivationObserver | None = None
         self._is_nvfp4 = self._mode is ActivationMode.NVFP4
         self._input_global = torch.tensor(self._w.input_global if self._is_nvfp4 else 0.0, dtype=torch.float32)
-
-    def shared_facts_digest(self) -> int:
-        """32-bit digest of what all ranks must have loaded alike: activation mode and fc1's input scale."""
-        return zlib.crc32(self._mode.value.encode() + struct.pack("<f", float(self._input_global)))
 
     def stage_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, SaturationReport]:
         """bf16 rows (T, H) -> payload bytes, payload scale bytes, saturation of the blocks."""
