@@ -72,6 +72,9 @@ def _nvml_handle(device_index: int) -> Any:
     import torch
 
     pynvml.nvmlInit()
+    if pynvml.nvmlDeviceGetCount() == 1:
+        return pynvml.nvmlDeviceGetHandleByIndex(0)
+    # NVML counts all GPUs of the machine, CUDA the visible ones: only the identity says which is which
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")
 
 

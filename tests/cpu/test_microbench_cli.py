@@ -21,7 +21,7 @@ from microbench.check import CheckResult, Verdict
 from microbench.cli import main, repeat_command
 from microbench.compare import compare, describe
 from microbench.peaks import find_peaks
-from microbench.plot import group_series
+from microbench.plot import group_series, rival_points
 from microbench.routing import Load, RoutingName, by_rows, count_routes, route
 from microbench.rows import Measurement, make_row
 from microbench.timing import Mode, Timed, merge
@@ -363,6 +363,33 @@ def test_plot_draws_floor_and_series(tmp_path: Path, suffix: str) -> None:
     if suffix == "svg":
         bench("plot", str(source), "--output", str(output))
         assert output.read_bytes() == data, "the same result gives the same figure"
+
+
+def rival_row(name: str, p50: float | None) -> dict[str, Any]:
+    """A rival beside a row, timed or not."""
+    us = None if p50 is None else {**dict.fromkeys(("p50", "p10", "p90", "mean", "min"), p50), "per_rank_p50": [p50]}
+    check = {"verdict": "verified", "rel_l2": 2e-3, "rows_checked": 9, "reason": None}
+    status, reason = ("ok", None) if us else ("skipped", "not installed")
+    return {
+        "rival": name, "version": "1", "region": "sorted rows", "status": status, "skip_reason": reason,
+        "check": check if us else None, "us": us,
+    }  # fmt: skip
+
+
+def test_plot_and_footer_show_rivals_with_their_share_of_the_floor(tmp_path: Path) -> None:
+    rows = [gpu_row(n, rivals=[rival_row("fast", 513.8 * 2), rival_row("absent", None)]) for n in (16, 64)]
+    properties = json.loads(report.SCHEMA_PATH.read_text())["properties"]["rows"]["items"]
+    jsonschema.Draft202012Validator(properties).validate(rows[0])
+    points = rival_points("rows_per_expert", rows)
+    assert list(points) == ["fast"]
+    assert points["fast"][1] == (64.0, 513.8 * 2, pytest.approx(50.0, rel=1e-3))
+    text = report.footer(rows, "again")
+    assert "absent: skipped: not installed" in text
+    assert "1,027.6 us, 1.51 x this layer" in text
+    source, output = tmp_path / "a.json", tmp_path / "figure.svg"
+    report.write_json(source, result_of(*rows))
+    assert bench("plot", str(source), "--output", str(output)).exit_code == 0
+    assert "fast" in output.read_text() or output.stat().st_size > 10_000
 
 
 def test_plot_unknown_suffix_or_nothing_to_draw_is_refused(tmp_path: Path) -> None:
