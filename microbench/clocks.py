@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,8 @@ def nvml_reader(device_index: int) -> Callable[[], Reading] | None:
     """A function that reads CUDA device `device_index`, or None where NVML is not to be had."""
     try:
         import pynvml
-        import torch
 
-        pynvml.nvmlInit()
-        uuid = torch.cuda.get_device_properties(device_index).uuid
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        handle = _nvml_handle(device_index)
 
         def read() -> Reading:
             return Reading(
@@ -52,6 +50,32 @@ def nvml_reader(device_index: int) -> Callable[[], Reading] | None:
         logger.info("no clocks: %s: %s", type(err).__name__, err)
         return None
     return read
+
+
+def device_limits(device_index: int) -> dict[str, float]:
+    """`sm_max`, the highest SM clock in MHz, and `limit`, the enforced power limit in watts; empty without NVML."""
+    try:
+        import pynvml
+
+        handle = _nvml_handle(device_index)
+        return {
+            "sm_max": float(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+            "limit": pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+        }
+    except Exception as err:  # as above
+        logger.info("no limits: %s: %s", type(err).__name__, err)
+        return {}
+
+
+def _nvml_handle(device_index: int) -> Any:
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    if pynvml.nvmlDeviceGetCount() == 1:
+        return pynvml.nvmlDeviceGetHandleByIndex(0)
+    # NVML counts all GPUs of the machine, CUDA the visible ones: only the identity says which is which
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")
 
 
 class ClockSampler:

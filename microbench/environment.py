@@ -11,7 +11,9 @@ import importlib.metadata
 import os
 import platform
 import socket
+import statistics
 import subprocess
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 import trtllm_megamoe
+from microbench.clocks import device_limits
 
 _ROOT = Path(trtllm_megamoe.__file__).resolve().parent.parent
 _GIT_S = 10.0
@@ -96,12 +99,16 @@ def _driver_version() -> str | None:
         return None
 
 
-def collect(engine_name: str, threads_per_rank: int, launcher: str, transport: str) -> dict[str, Any]:
-    """The block, by the schema's names. GPU facts are null on the CPU engine, whatever the machine has."""
+def collect(rows: Sequence[Mapping[str, Any]], threads_per_rank: int, launcher: str, transport: str) -> dict[str, Any]:
+    """The block, by the schema's names. GPU facts are null on the CPU engine, whatever the machine has.
+
+    Args:
+        rows: All rows of the run: clocks and power are those of their timed regions, on rank 0's GPU.
+    """
     facts: dict[str, Any] = {
         "package": trtllm_megamoe.__version__,
         "commit": commit(),
-        "object_hashes": [],
+        "object_hashes": sorted({row["object_hash"] for row in rows if row["object_hash"] is not None}),
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hostname_hash": hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
         "cpu": cpu_model(),
@@ -120,7 +127,33 @@ def collect(engine_name: str, threads_per_rank: int, launcher: str, transport: s
         "cuda": None,
         "driver": None,
         "clocks_mhz": None,
+        "power_w": None,
     }
-    if engine_name != "cpu":
+    if rows[0]["engine"] != "cpu":
         facts.update(_gpu_facts())
+        facts.update(_clock_facts([row["clocks"] for row in rows if row["clocks"] is not None]))
     return facts
+
+
+def _clock_facts(summaries: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Clocks and power over all timed regions, and the device's own limits; null where NVML says nothing."""
+    if not summaries:
+        return {}
+    limits = device_limits(torch.cuda.current_device())
+
+    def median(name: str) -> float:
+        return float(statistics.median(summary[name] for summary in summaries))
+
+    return {
+        "clocks_mhz": {
+            "sm": median("sm_mhz"),
+            "sm_lowest": min(summary["sm_mhz_min"] for summary in summaries),
+            "mem": median("mem_mhz"),
+            **{name: value for name, value in limits.items() if name == "sm_max"},
+        },
+        "power_w": {
+            "median": median("power_w"),
+            "highest": max(summary["power_w_max"] for summary in summaries),
+            **{name: value for name, value in limits.items() if name == "limit"},
+        },
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a result: time over tokens with the floor, and the share of the floor where the device's peaks are known.
+"""Draw a result: time over tokens with the floor and the rivals, and the share of the floor where peaks are known.
 
 Needs matplotlib (the `bench` extra). Reads parsed JSON, writes one figure.
 """
@@ -67,6 +67,8 @@ def draw(document: Mapping[str, Any], output: Path) -> None:
         panels = figure.subplots(2 if has_floor else 1, sharex=True, squeeze=False)[:, 0]
         for name, members in series.items():
             _draw_series(panels, axis, name, members)
+            for rival, points in rival_points(axis, members).items():
+                _draw_rival(panels, f"{name}: {rival}" if len(series) > 1 else rival, points)
         panels[0].set(xscale="log", yscale="log", ylabel="time of the slowest rank, us (p50, band p10-p90)")
         panels[-1].set_xlabel(axis.replace("_", " "))
         if has_floor:
@@ -95,6 +97,25 @@ def _draw_series(panels: Any, axis: str, name: str, members: Sequence[Row]) -> N
             x, [row["sol_us"] for row in known], linestyle="--", color=line.get_color(), label=f"{name}: floor"
         )
         panels[1].plot(x, [row["pct_sol"] for row in known], marker="o", color=line.get_color())
+
+
+def rival_points(axis: str, members: Sequence[Row]) -> dict[str, list[tuple[float, float, float | None]]]:
+    """(x, p50 in microseconds, share of the floor in per cent) of every rival that has times."""
+    points: dict[str, list[tuple[float, float, float | None]]] = {}
+    for row in members:
+        for rival in row["rivals"]:
+            if rival["us"] is not None:
+                p50 = rival["us"]["p50"]
+                share = None if row["sol_us"] is None else 100.0 * row["sol_us"] / p50
+                points.setdefault(rival["rival"], []).append((float(row[axis]), p50, share))
+    return points
+
+
+def _draw_rival(panels: Any, name: str, points: Sequence[tuple[float, float, float | None]]) -> None:
+    (line,) = panels[0].plot([x for x, _, _ in points], [us for _, us, _ in points], marker="s", ls=":", label=name)
+    known = [(x, share) for x, _, share in points if share is not None]
+    if known:
+        panels[1].plot([x for x, _ in known], [s for _, s in known], marker="s", ls=":", color=line.get_color())
 
 
 def _title(document: Mapping[str, Any]) -> str:

@@ -143,6 +143,7 @@ _COLUMNS = (
     _Column("TFLOP/s", lambda row: _rate(row["tflops"], row["pct_peak_tflops"])),
     _Column("HBM GB/s", lambda row: _rate(row["hbm_gbs"], row["pct_peak_hbm"])),
     _Column("link GB/s", lambda row: _rate(row["nvl_gbs"], row["pct_peak_nvl"])),
+    _Column("SM MHz", lambda row: _number(None if row["clocks"] is None else row["clocks"]["sm_mhz"], 0), is_axis=True),
     _Column("% SOL", lambda row: _number(row["pct_sol"])),
     _Column("bound", lambda row: row["bound"] or "-", is_text=True),
     _Column("check", _verdict, is_text=True),
@@ -155,7 +156,7 @@ def text_table(rows: Sequence[Row]) -> str:
     for column in _COLUMNS:
         cells = [column.cell(row) for row in rows]
         if column.is_axis and len(set(cells)) == 1:
-            shared.append(f"{column.title} {cells[0]}")
+            shared += [] if cells[0] == "-" else [f"{column.title} {cells[0]}"]
         else:
             shown.append((column, cells))
     numbers = [index for index, (column, _) in enumerate(shown) if not column.is_text]
@@ -176,5 +177,20 @@ def footer(rows: Sequence[Row], command: str) -> str:
             f"{str(row['check']['verdict']).upper()}, not timed: {row['tokens_per_rank']} tokens per rank, "
             f"{row['routing']}, {row['combine_format']}: {row['skip_reason']}"
         )
+    lines += _rival_lines(rows)
     lines.append(f"{len(rows) - len(failed)} of {len(rows)} rows verified and timed; repeat with: {command}")
     return "\n".join(lines)
+
+
+def _rival_lines(rows: Sequence[Row]) -> list[str]:
+    """One line per rival and row with its time, or one per rival and reason why there is none."""
+    lines: dict[str, None] = {}
+    for row in rows:
+        for rival in row["rivals"]:
+            if rival["us"] is None:
+                lines[f"{rival['rival']}: {rival['status']}: {rival['skip_reason']}"] = None
+            else:
+                ratio = "" if row["us"] is None else f", {rival['us']['p50'] / row['us']['p50']:.2f} x this layer"
+                where = f"{row['tokens_per_rank']} tokens per rank, {row['routing']}"
+                lines[f"{rival['rival']}: {where}: {rival['us']['p50']:,.1f} us{ratio} ({rival['region']})"] = None
+    return list(lines)

@@ -6,7 +6,7 @@ Pure: the runner measures, this computes, the report prints. `schema.json` is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from microbench.roofline import Floor, Work, floor_of, measured_traffic, rank_wo
 from microbench.routing import Load, Workload
 from microbench.timing import Mode, Timed
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
+from trtllm_megamoe.kernels.prepared import LaunchChoice
+from trtllm_megamoe.tuning.tuner import TunedBucket
 
 TIMED_REGION = "forward: bf16 tokens in, bf16 rows out; activation staging, dispatch, experts, combine, top-k sum"
 
@@ -48,6 +50,9 @@ class Measurement:
     timing: str
     timed: Timed | None
     peaks: Peaks | None
+    choice: LaunchChoice | None
+    clocks: Mapping[str, float] | None
+    tuned: TunedBucket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,8 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "share_of_ep": case.share_of_ep,
         "requested_engine": measured.requested_engine,
         "engine": measured.engine,
-        "kernels": [],
+        "kernels": [] if measured.choice is None else [measured.choice.kernel],
+        "object_hash": None if measured.choice is None else measured.choice.object_hash,
         "ep_size": workload.ep_size,
         "virtual_ranks": measured.virtual_ranks,
         "tokens_per_rank": workload.tokens_per_rank,
@@ -154,9 +160,8 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "score_placement": case.score_placement.value,
         "max_tokens_per_rank": measured.max_tokens_per_rank,
         "bucket": measured.bucket,
-        "requested_tactic": None,
-        "actual_tactic": None,
-        "tactic_source": None,
+        **_tactic_fields(measured.choice),
+        "autotune": None if measured.tuned is None else _tuned_fields(measured.tuned),
         "timing": measured.timing,
         "mode": measured.mode.value,
         "region": TIMED_REGION,
@@ -166,6 +171,7 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "rotated_layers": measured.num_layers,
         "us": us,
         "samples_us": [] if samples is None else list(samples.slowest_us),
+        "clocks": None if measured.clocks is None else dict(measured.clocks),
         "tokens_per_s": sum(measured.tokens_by_rank) / seconds if seconds else None,
         "tflops": tflops,
         "pct_peak_tflops": _percent(tflops, None if peak_flops is None else peak_flops / 1e12),
@@ -178,8 +184,32 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "pct_sol": None if sol_us is None or not isinstance(p50, float) else 100.0 * sol_us / p50,
         "bound": None if cost.floor is None else cost.floor.bound,
         "check": _check_fields(measured.check),
+        "rivals": [],
         "status": "ok" if measured.check.has_passed else "failed",
         "skip_reason": measured.check.reason,
+    }
+
+
+def _tactic_fields(choice: LaunchChoice | None) -> dict[str, Any]:
+    """What was asked for (null: whatever the layer chooses) and what ran."""
+    if choice is None:
+        return {"requested_tactic": None, "actual_tactic": None, "tactic_source": None}
+    actual = choice.resolved.tactic.to_json()
+    is_pinned = choice.resolved.source == "pinned"
+    return {
+        "requested_tactic": actual if is_pinned else None,
+        "actual_tactic": actual,
+        "tactic_source": choice.resolved.source,
+    }
+
+
+def _tuned_fields(tuned: TunedBucket) -> dict[str, Any]:
+    """What tuning this row's bucket came to; its times are of a full bucket, not of this row."""
+    return {
+        "time_us": tuned.time_us,
+        "heuristic_us": tuned.heuristic_us,
+        "num_candidates": tuned.num_candidates,
+        "failures": [f"rank {failure.rank}, {failure.tactic}: {failure.reason}" for failure in tuned.failures],
     }
 
 

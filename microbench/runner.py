@@ -7,21 +7,24 @@ Called by the command line once per rank with that rank's communicator. Drives t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from microbench import synthetic, timing_cuda
+from microbench.autotune import autotune
+from microbench.beside import measure_beside
 from microbench.cases import Case
 from microbench.check import CheckResult, Verdict, check_output
+from microbench.clocks import ClockSampler, Reading, nvml_reader
 from microbench.environment import device_name
 from microbench.peaks import find_peaks
+from microbench.ranges import marked
 from microbench.roofline import expert_bytes
 from microbench.routing import Batch, Load, Workload, count_routes, route, tokens_by_rank
 from microbench.rows import Measurement, make_row
@@ -33,7 +36,10 @@ from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.config import ActivationRequest, EngineName, MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError
 from trtllm_megamoe.formats import CombineFormat
-from trtllm_megamoe.layer import MegaMoELayer
+from trtllm_megamoe.kernels.selection import tuning_target
+from trtllm_megamoe.layer import MegaMoELayer, build_workspace
+from trtllm_megamoe.symmetric.workspace import Workspace
+from trtllm_megamoe.tuning.tuner import TunedBucket
 from trtllm_megamoe.weights.host_memory import available_host_bytes
 
 logger = logging.getLogger(__name__)
@@ -55,8 +61,8 @@ class Point:
 class Settings:
     """What all points of a run share.
 
-    `steps` inputs are rotated, each checked before timing; so are `num_layers` whole layers with their own memory,
-    which keeps weights out of the caches. `expected_engine` None accepts any.
+    `steps` inputs are rotated, each checked before timing; so are `num_layers` whole layers,
+    which keeps weights out of the caches. `rivals` are measured on one rank only. `expected_engine` None accepts any.
     """
 
     engine: EngineName
@@ -69,6 +75,8 @@ class Settings:
     timeout_s: float
     virtual_ranks: int
     use_cuda_graph: bool = False
+    autotune: bool = False
+    rivals: bool = False
     expected_engine: str | None = None
 
 
@@ -100,17 +108,67 @@ def run_points(
     source = open_source(case, settings.seed)
     rows: dict[int, dict[str, Any]] = {}
     for combine_format in dict.fromkeys(point.combine_format for point in points):
-        with contextlib.ExitStack() as stack:
-            config = _layer_config(case, combine_format, cap, settings)
-            layers = [stack.enter_context(MegaMoELayer(config, comm)) for _ in range(settings.num_layers)]
-            _require_engine(layers[0], settings)
-            for layer in layers:
-                _load_together(layer, source, comm, settings.timeout_s)
-            for index, point in enumerate(points):
-                if point.combine_format is combine_format:
-                    rows[index] = _measure(point, case, layers, source, settings, comm)
-                    on_row(rows[index])
+        config = _layer_config(case, combine_format, cap, settings)
+        workspace = build_workspace(config, comm)  # one for all layers, as a serving engine has it
+        layers = [MegaMoELayer(config, comm, workspace=workspace) for _ in range(settings.num_layers)]
+        _require_engine(layers[0], settings)
+        for layer in layers:
+            _load_together(layer, source, comm, settings.timeout_s)
+        mine = {index: point for index, point in enumerate(points) if point.combine_format is combine_format}
+        tuned = _autotune(workspace, layers, source, mine.values(), settings, comm) if settings.autotune else {}
+        for index, point in mine.items():
+            rows[index] = _measure(point, case, layers, source, settings, comm, tuned)
+            on_row(rows[index])
+        for layer in layers:
+            layer.close()
+        workspace.close()  # not after an error: it is collective, and peers may be gone
+    if settings.rivals:
+        _add_rivals(case, points, rows, settings, comm)
     return [rows[index] for index in range(len(points))]
+
+
+def _autotune(
+    workspace: Workspace,
+    layers: Sequence[MegaMoELayer],
+    source: WeightSource,
+    points: Iterable[Point],
+    settings: Settings,
+    comm: Communicator,
+) -> dict[int, TunedBucket]:
+    """Tune the buckets that these points will run."""
+    layer = layers[0]
+    num_sms = torch.cuda.get_device_properties(layer.device).multi_processor_count
+    space, _ = tuning_target(layer.config, layer.activation_mode, comm.size, num_sms)
+    fullest = {
+        max(tokens_by_rank(point.workload, step)) for point in points for step in range(settings.steps)
+    }  # fmt: skip
+    buckets = sorted({layer.ladder.select(count) for count in fullest})
+    return autotune(
+        workspace,
+        layers,
+        lambda fresh: _load_together(fresh, source, comm, settings.timeout_s),
+        space,
+        buckets,
+        comm,
+        settings.timeout_s,
+    )
+
+
+def _add_rivals(
+    case: Case, points: Sequence[Point], rows: dict[int, dict[str, Any]], settings: Settings, comm: Communicator
+) -> None:
+    """Put the rivals' times beside the layer's."""
+    batches = [
+        count_routes(route(point.workload, 0, 0).topk_ids, point.workload.num_experts).tolist() for point in points
+    ]
+    specs = [
+        TimingSpec(point.mode, settings.warmup, settings.iters, MIN_FORWARDS_PER_GRAPH, settings.timeout_s)
+        for point in points
+    ]
+    timer = timing_cuda.time_graph if settings.use_cuda_graph else timing_cuda.time_eager
+    beside = measure_beside(case, batches, specs, timer, settings.num_layers, settings.seed, comm)
+    for index, found in enumerate(beside):
+        rows[index]["rivals"] = found
 
 
 def _layer_config(case: Case, combine_format: CombineFormat, cap: int, settings: Settings) -> MegaMoeConfig:
@@ -148,6 +206,8 @@ def _require_engine(layer: MegaMoELayer, settings: Settings) -> None:
             f"engine {layer.engine_name!r} runs, --expect-engine says {settings.expected_engine!r}; nothing was timed"
         )
     choose_timer(layer.engine_name, settings.use_cuda_graph)
+    if settings.autotune and layer.engine_name == "cpu":
+        raise MegaMoeConfigError("--autotune: engine 'cpu' has no tactics to choose from; leave the option out")
 
 
 def timing_name(engine_name: str, use_cuda_graph: bool) -> str:
@@ -213,6 +273,7 @@ def _measure(
     source: WeightSource,
     settings: Settings,
     comm: Communicator,
+    tuned: Mapping[int, TunedBucket],
 ) -> dict[str, Any]:
     """Check every (layer, step), then time."""
     steps = _make_steps(case, point.workload, settings, comm, layers[0].device)
@@ -222,21 +283,23 @@ def _measure(
 
     # the layer returns fresh memory, so nothing it does later can turn this result into another one
     first = forward(0)
-    check = _check_steps(first, point, steps, layers, source, settings, comm)
+    bucket = layers[0].last_bucket
+    with marked(f"check {point.workload.routing.value} {point.workload.tokens_per_rank}"):
+        check = _check_steps(first, point, steps, layers, source, settings, comm)
     timed: Timed | None = None
+    sampler = ClockSampler(_clock_reader(layers[0], comm))
     if check.has_passed:
         rotation = math.lcm(len(layers), len(steps))
-        timed = choose_timer(layers[0].engine_name, settings.use_cuda_graph)(
-            forward,
-            TimingSpec(
-                mode=point.mode,
-                warmup=settings.warmup,
-                iters=settings.iters,
-                forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
-                timeout_s=settings.timeout_s,
-            ),
-            comm,
+        spec = TimingSpec(
+            mode=point.mode,
+            warmup=settings.warmup,
+            iters=settings.iters,
+            forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
+            timeout_s=settings.timeout_s,
         )
+        timer = choose_timer(layers[0].engine_name, settings.use_cuda_graph)
+        with marked(f"time {point.workload.routing.value} {point.workload.tokens_per_rank}"), sampler:
+            timed = timer(forward, spec, comm)
         check = _check_again(check, first, timed.repeated, comm, settings.timeout_s)
     if not check.has_passed:
         timed = None
@@ -253,7 +316,7 @@ def _measure(
             engine=layers[0].engine_name,
             virtual_ranks=settings.virtual_ranks,
             max_tokens_per_rank=layers[0].config.max_tokens_per_rank,
-            bucket=layers[0].last_bucket,
+            bucket=bucket,
             mode=point.mode,
             warmup=settings.warmup,
             iters=settings.iters,
@@ -263,8 +326,16 @@ def _measure(
             timing=timing_name(layers[0].engine_name, settings.use_cuda_graph),
             timed=timed,
             peaks=find_peaks(device_name(layers[0].engine_name)),
+            choice=None if bucket is None else layers[0].launch_choice(bucket),
+            clocks=comm.allgather(sampler.summary(), settings.timeout_s)[0],
+            tuned=None if bucket is None else tuned.get(bucket),
         )
     )
+
+
+def _clock_reader(layer: MegaMoELayer, comm: Communicator) -> Callable[[], Reading] | None:
+    """Rank 0 watches its GPU; nobody watches a CPU."""
+    return nvml_reader(torch.cuda.current_device()) if layer.device.type == "cuda" and comm.rank == 0 else None
 
 
 def _check_steps(
@@ -282,7 +353,7 @@ def _check_steps(
         out = first if not results else step.run(layer)
         results.append(
             check_output(
-                out.cpu(),
+                out,
                 step.x,
                 step.batch,
                 source,

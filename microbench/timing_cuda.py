@@ -2,7 +2,7 @@
 """Time forwards on a GPU by CUDA events: launched one by one, or replayed as a graph (R40).
 
 Used by the runner with an engine that only enqueues. Events lie around each forward or replay, so that the host's own
-work counts only where the GPU waits for it.
+work counts only where the GPU waits for it. Ranks that share one GPU capture in turns and replay together.
 """
 
 from __future__ import annotations
@@ -19,25 +19,40 @@ def _new_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _time_events(enqueue: Callable[[int], object], spec: TimingSpec, comm: Communicator) -> list[float]:
-    """Microseconds of each timed `enqueue(i)` on this rank; without a barrier they follow each other on the GPU."""
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+class _Stopwatch:
+    """Pairs of events on this rank's stream."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def around(self, enqueue: Callable[[], object]) -> None:
+        """Enqueue between two events."""
+        start, end = _new_event(), _new_event()
+        start.record()
+        enqueue()
+        end.record()
+        self._events.append((start, end))
+
+    def microseconds(self) -> list[float]:
+        """All of them, once the GPU has come so far."""
+        torch.cuda.synchronize()
+        return [1e3 * start.elapsed_time(end) for start, end in self._events]
+
+
+def _repeat(once: Callable[[int], None], spec: TimingSpec, comm: Communicator) -> None:
+    """Warm-up and timed iterations, ranks meeting as the mode says; without a barrier they queue up on the GPU."""
     for index in range(spec.warmup + spec.iters):
         if spec.mode is Mode.LOCKSTEP or index == spec.warmup:
             torch.cuda.synchronize()
             comm.barrier(spec.timeout_s)
-        start, end = _new_event(), _new_event()
-        start.record()
-        enqueue(index)
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) for start, end in events[spec.warmup :]]
+        once(index)
 
 
 def time_eager(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
     """Each forward launched by the host. Collective."""
-    mine = _time_events(forward, spec, comm)
+    watch = _Stopwatch()
+    _repeat(lambda index: watch.around(lambda: forward(index)), spec, comm)
+    mine = watch.microseconds()[spec.warmup :]
     return Timed(merge(comm.allgather(mine, spec.timeout_s)), forward(0))
 
 
@@ -46,10 +61,18 @@ def time_graph(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
     count = spec.forwards_per_graph
     for index in range(count):
         forward(index)  # capture needs everything loaded and allocated
-    torch.cuda.synchronize()
-    comm.barrier(spec.timeout_s)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [forward(index) for index in range(count)]
-    mine = [us / count for us in _time_events(lambda _: graph.replay(), spec, comm)]
+    captured: list[torch.Tensor] = []
+    for turn in range(
+        comm.size
+    ):  # ranks in one process: a capture must not meet another one, nor a rank that allocates
+        torch.cuda.synchronize()
+        comm.barrier(spec.timeout_s)
+        if turn == comm.rank:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                captured += [forward(index) for index in range(count)]
+    comm.barrier(spec.timeout_s)
+    watch = _Stopwatch()
+    _repeat(lambda _: comm.launch_together(lambda: watch.around(graph.replay), spec.timeout_s), spec, comm)
+    mine = [us / count for us in watch.microseconds()[spec.warmup :]]
     return Timed(merge(comm.allgather(mine, spec.timeout_s)), captured[0].clone(), count)

@@ -2,8 +2,8 @@
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
 Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once; over virtual ranks: exchange,
-exchange-soak, exchange-graphs, exchange-failures, fixed-cost. With `--compile` it builds the kernels that the parts need
-instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
+exchange-soak, exchange-graphs, exchange-failures, fixed-cost. With `--compile` it builds the kernels that the parts
+need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ ADDRESSES = (
     "peers",
     "abort_at",
     "header_at",
-    "launch_facts",
     "cells_at",
     "returns_at",
     "index_at",
@@ -47,8 +46,7 @@ ADDRESSES = (
     "local_stride",
 )
 """64-bit arguments: addresses (operands in `sm90/kernel.py`), the timeout in nanoseconds, and `*_at`: a shared region's
-offset behind a rank's base in the table `peers`; a kernel for one rank has no table and takes them as addresses.
-`launch_facts` is a word that all ranks must launch with alike."""
+offset behind a rank's base in the table `peers`; a kernel for one rank has no table and takes them as addresses."""
 
 NUMBERS = (
     "pool_rows",

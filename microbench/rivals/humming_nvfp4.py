@@ -79,13 +79,17 @@ class _Humming(Rival):
         return layer
 
     def _heuristics(self, layer: Any, totals: Sequence[int]) -> list[list[Any]]:
-        """(least rows, most rows, configuration) of every total: the package compiles all of one list at once."""
+        """(rows above which, rows up to which, configuration): an entry a total, without gaps.
+
+        The package asks for the entry of one row in any case, and compiles all of a list at once.
+        """
         from humming.tune import get_heuristics_config
 
-        return [
-            [total - 1, total, get_heuristics_config(layer.humming_config, shape_m=total, gemm_type=self.gemm_type)]
-            for total in sorted(set(totals))
-        ]
+        entries: list[list[Any]] = []
+        for total in sorted(set(totals)):
+            config = get_heuristics_config(layer.humming_config, shape_m=total, gemm_type=self.gemm_type)
+            entries.append([entries[-1][1] if entries else 0, total, config])
+        return entries
 
     def bind(self, rows: Rows) -> None:
         self._x = rows.x

@@ -86,6 +86,23 @@ def test_backend_results_equal_the_oracle_in_every_era(base: str) -> None:
     moe.backend.shutdown()
 
 
+def test_layers_of_one_shape_take_turns_on_one_workspace(newest: str) -> None:
+    """R53: scratch is allocated once for all layers of a model; the last one to be shut down gives it back."""
+    layers = [make_moe(newest, QWEN, model_config(), layer_idx=index) for index in range(3)]
+    other = make_moe(newest, QWEN, model_config(max_num_tokens=32), layer_idx=3)
+    for moe in (*layers, other):
+        load(moe, QWEN)
+    used = {moe.backend.megamoe_layer.table for moe in layers}
+    assert len(used) == 1 and other.backend.megamoe_layer.table not in used
+    rows = slice(0, 8)
+    expected = forward(layers[0], QWEN, rows, all_rank_num_tokens=[8])
+    for moe in (layers[1], other, layers[2], layers[0]):
+        assert torch.equal(forward(moe, QWEN, rows, all_rank_num_tokens=[8]), expected)
+    for moe in layers[:2]:
+        moe.backend.shutdown()
+    assert torch.equal(forward(layers[2], QWEN, rows, all_rank_num_tokens=[8]), expected)
+
+
 def test_backend_does_not_need_the_bases_weight_hooks(tmp_path: Path) -> None:
     """Some texts of era C leave them abstract in `MoE`."""
     head = "class MoE(MoEExecutionContractMixin, MoEWeightOwnerMixin, MoEEplbWeightLayoutMixin, nn.Module):\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,23 @@ import torch
 from click.testing import CliRunner, Result
 
 from microbench import check as check_module
-from microbench import report
+from microbench import environment, report
 from microbench.cases import preset_case
 from microbench.check import CheckResult, Verdict
 from microbench.cli import main, repeat_command
 from microbench.compare import compare, describe
 from microbench.peaks import find_peaks
-from microbench.plot import group_series
+from microbench.plot import group_series, rival_points
 from microbench.routing import Load, RoutingName, by_rows, count_routes, route
 from microbench.rows import Measurement, make_row
 from microbench.timing import Mode, Timed, merge
+from tests.helpers.tactics import tactic
 from trtllm_megamoe.comm.launch import Launch, run_mpirun
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
+from trtllm_megamoe.kernels.prepared import LaunchChoice
+from trtllm_megamoe.tuning.table import ResolvedTactic
+from trtllm_megamoe.tuning.tactic import Tactic
 
 ROOT = Path(__file__).parents[2]
 QWEN = ROOT / "tests/data/modelopt_nvfp4_qwen3_moe"
@@ -118,6 +123,16 @@ def test_bench_share_and_virtual_ranks_describe_themselves(tmp_path: Path) -> No
     assert (ragged["ep_tokens"], zero["ep_tokens"]) == (10, 8)
 
 
+def test_bench_rivals_that_cannot_run_say_why(tmp_path: Path) -> None:
+    path = tmp_path / "rivals.json"
+    result = bench(*TINY, "--engine", "cpu", "--rivals", "--tokens-per-rank", "2,3", "--json", str(path), *QUICK)
+    assert result.exit_code == 0, result.output
+    for row in validated(path)["rows"]:
+        assert [rival["status"] for rival in row["rivals"]] == ["skipped"] * 3
+        assert all(rival["skip_reason"] and rival["us"] is None for rival in row["rivals"])
+    assert "torch._grouped_mm, bf16 weights: skipped: needs a GPU" in result.output
+
+
 def test_bench_unverified_result_is_visible_and_exits_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*_: object) -> torch.Tensor:
         raise ImportError("no such reference")
@@ -148,6 +163,8 @@ def test_bench_unverified_result_is_visible_and_exits_1(monkeypatch: pytest.Monk
         ([*TINY, "--tokens-per-rank", "1,x"], "1,x"),
         ([*TINY, "--routing", "spiral"], "spiral"),
         ([*TINY, "--routing", "zero-rank"], "at least 2 ranks"),
+        ([*TINY, "--engine", "cpu", "--autotune"], "no tactics to choose from"),
+        ([*TINY, "--rivals", "--virtual-ranks", "2"], "use --share-of-ep 2"),
         ([*TINY, "--combine-format", "fp2"], "fp2"),
         ([*TINY, "--engine", "cuda"], "cuda"),
         ([*TINY, "--engine", "cpu", "--cuda-graph"], "no CUDA graph"),
@@ -209,20 +226,32 @@ def test_bench_bad_input_of_a_job_is_told_by_rank_0_only(
     assert ("--share-of-ep 2 is one rank's share" in result.output) is speaks
 
 
-def gpu_row(rows_per_expert: int = 64, us: tuple[float, ...] = (700.0, 660.0, 680.0), **changes: Any) -> dict[str, Any]:
-    """A row as an H200 would give it, computed by the product's own code from made-up times."""
+CHOICE = LaunchChoice("sm_90a-n16", "0123abcd", ResolvedTactic(tactic(16), "tuned"))
+CLOCKS = {
+    "sm_mhz": 1700.0, "sm_mhz_min": 1500.0, "mem_mhz": 3201.0, "power_w": 600.0, "power_w_max": 690.0,
+    "temperature_c": 60.0, "readings": 12.0,
+}  # fmt: skip
+
+
+def gpu_measurement(rows_per_expert: int = 64, us: tuple[float, ...] = (700.0, 660.0, 680.0)) -> Measurement:
+    """What an H200 would measure, with made-up times."""
     case = preset_case("deepseek-v4-pro").cut_to_share(8)
     workload = by_rows(RoutingName.UNIFORM, rows_per_expert, num_experts=48, top_k=6, ep_size=1, seed=0)
     load = Load(count_routes(route(workload, 0).topk_ids, 48).unsqueeze(0))
-    measured = Measurement(
+    return Measurement(
         case=case, workload=workload, requested_rows=rows_per_expert, tokens_by_rank=(workload.tokens_per_rank,),
         combine_format=CombineFormat.BF16, activations=ActivationMode.BF16, requested_engine="cpu", engine="cpu",
         virtual_ranks=1, max_tokens_per_rank=workload.tokens_per_rank,
         bucket=workload.tokens_per_rank, mode=Mode.BURST, warmup=1, iters=len(us),
         num_layers=1, loads=(load,), check=CheckResult(Verdict.VERIFIED, 1e-5, 1.0, 1e-3, 8, 8, 48),
         timing="cuda_graph", timed=Timed(merge([us]), torch.empty(0), 4), peaks=find_peaks("NVIDIA H200"),
+        choice=CHOICE, clocks=CLOCKS,
     )  # fmt: skip
-    return {**make_row(measured), **changes}
+
+
+def gpu_row(*amounts: Any, **changes: Any) -> dict[str, Any]:
+    """A row as an H200 would give it, computed by the product's own code from made-up times."""
+    return {**make_row(gpu_measurement(*amounts)), **changes}
 
 
 def result_of(*rows: dict[str, Any]) -> dict[str, Any]:
@@ -242,6 +271,35 @@ def test_make_row_known_peaks_gives_share_of_the_floor() -> None:
     assert row["hbm_gbs"] == pytest.approx(48 * 37_158_912 / 680e-6 / 1e9)
     assert row["nvl_gbs"] == 0.0
     assert row["tokens_per_s"] == pytest.approx(512 / 680e-6)
+
+
+def test_gpu_row_says_what_ran_and_at_which_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = gpu_row()
+    properties = json.loads(report.SCHEMA_PATH.read_text())["properties"]["rows"]["items"]
+    jsonschema.Draft202012Validator(properties).validate(row)
+    assert (row["kernels"], row["object_hash"]) == (["sm_90a-n16"], "0123abcd")
+    assert (row["requested_tactic"], row["tactic_source"]) == (None, "tuned")
+    assert Tactic.from_json(row["actual_tactic"]) == CHOICE.resolved.tactic
+    assert row["clocks"] == CLOCKS
+    assert "1,700" in report.text_table([row])
+
+    monkeypatch.setattr(environment, "_gpu_facts", dict)
+    monkeypatch.setattr(environment, "device_limits", lambda index: {"sm_max": 1980.0, "limit": 700.0})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    slower = {**row, "clocks": {**CLOCKS, "sm_mhz": 1900.0, "sm_mhz_min": 1400.0}, "object_hash": "ffff"}
+    unread = {**row, "clocks": None}
+    rows = [{**each, "engine": "cuda"} for each in (row, slower, unread)]
+    env = environment.collect(rows, 1, "none", "threads")
+    assert env["object_hashes"] == ["0123abcd", "ffff"]
+    assert env["clocks_mhz"] == {"sm": 1800.0, "sm_lowest": 1400.0, "mem": 3201.0, "sm_max": 1980.0}
+    assert env["power_w"] == {"median": 600.0, "highest": 690.0, "limit": 700.0}
+    assert environment.collect([unread], 1, "none", "threads")["clocks_mhz"] is None
+
+
+def test_pinned_tactic_is_the_requested_one() -> None:
+    pinned = replace(CHOICE, resolved=ResolvedTactic(tactic(16), "pinned"))
+    row = make_row(replace(gpu_measurement(), choice=pinned))
+    assert row["requested_tactic"] == row["actual_tactic"] == tactic(16).to_json()
 
 
 def test_text_table_names_shared_axes_once_and_units_in_the_header() -> None:
@@ -305,6 +363,33 @@ def test_plot_draws_floor_and_series(tmp_path: Path, suffix: str) -> None:
     if suffix == "svg":
         bench("plot", str(source), "--output", str(output))
         assert output.read_bytes() == data, "the same result gives the same figure"
+
+
+def rival_row(name: str, p50: float | None) -> dict[str, Any]:
+    """A rival beside a row, timed or not."""
+    us = None if p50 is None else {**dict.fromkeys(("p50", "p10", "p90", "mean", "min"), p50), "per_rank_p50": [p50]}
+    check = {"verdict": "verified", "rel_l2": 2e-3, "rows_checked": 9, "reason": None}
+    status, reason = ("ok", None) if us else ("skipped", "not installed")
+    return {
+        "rival": name, "version": "1", "region": "sorted rows", "status": status, "skip_reason": reason,
+        "check": check if us else None, "us": us,
+    }  # fmt: skip
+
+
+def test_plot_and_footer_show_rivals_with_their_share_of_the_floor(tmp_path: Path) -> None:
+    rows = [gpu_row(n, rivals=[rival_row("fast", 513.8 * 2), rival_row("absent", None)]) for n in (16, 64)]
+    properties = json.loads(report.SCHEMA_PATH.read_text())["properties"]["rows"]["items"]
+    jsonschema.Draft202012Validator(properties).validate(rows[0])
+    points = rival_points("rows_per_expert", rows)
+    assert list(points) == ["fast"]
+    assert points["fast"][1] == (64.0, 513.8 * 2, pytest.approx(50.0, rel=1e-3))
+    text = report.footer(rows, "again")
+    assert "absent: skipped: not installed" in text
+    assert "1,027.6 us, 1.51 x this layer" in text
+    source, output = tmp_path / "a.json", tmp_path / "figure.svg"
+    report.write_json(source, result_of(*rows))
+    assert bench("plot", str(source), "--output", str(output)).exit_code == 0
+    assert "fast" in output.read_text() or output.stat().st_size > 10_000
 
 
 def test_plot_unknown_suffix_or_nothing_to_draw_is_refused(tmp_path: Path) -> None:

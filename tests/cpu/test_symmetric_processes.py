@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from tests.cpu.test_symmetric import assert_at_start, region, table_for
+from tests.helpers.symmetric_program import assert_exchanged, read_results
 from trtllm_megamoe.comm import Communicator, run_threads, single, torch_distributed
+from trtllm_megamoe.comm.launch import run_mpirun
 from trtllm_megamoe.errors import (
     MegaMoeConfigError,
     MegaMoeRankDivergenceError,
@@ -343,3 +345,9 @@ def test_torch_distributed_rank_that_never_comes_is_a_timeout(monkeypatch: pytes
         monkeypatch.setenv(name, value)
     with pytest.raises(MegaMoeTimeoutError, match="no process group of all ranks within 1 s"):
         torch_distributed(1.0)
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_mpi_windows_carry_every_ranks_words_and_a_new_generation_each_time(ep_size: int, tmp_path: Path) -> None:
+    assert run_mpirun(ep_size, ["-m", "tests.helpers.symmetric_program", "cpu", str(tmp_path)], WATCHDOG_S) == 0
+    assert_exchanged(read_results(tmp_path, ep_size))

@@ -26,6 +26,7 @@ from trtllm_megamoe.errors import (
     MegaMoeStateError,
     MegaMoeTimeoutError,
 )
+from trtllm_megamoe.host.workspaces import WorkspacePool
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.regions import RegionTable
 from trtllm_megamoe.symmetric.workspace import Workspace
@@ -335,3 +336,28 @@ def test_workspace_failure_inside_a_launch_is_remembered_until_it_is_rebuilt(mon
 
 def _raise(*_: object) -> None:
     raise MegaMoeStateError("planted")
+
+
+def test_pool_gives_layers_of_one_shape_one_workspace_and_closes_it_with_the_last() -> None:
+    base = make_case("random", ep_size=1, num_tokens=8).config
+    wider = MegaMoeConfig.create(**(base.model_dump() | {"max_tokens_per_rank": 16}))
+    louder = MegaMoeConfig.create(**(base.model_dump() | {"swiglu_limit": 7.0}))
+    pool, comm = WorkspacePool(), single()
+    first, other_shape, same_shape = (pool.acquire(config, comm) for config in (base, wider, louder))
+    assert first is same_shape and first is not other_shape
+    assert pool.acquire(base, single()) is not first
+    pool.release(first)
+    first.require_launchable()
+    pool.release(first)
+    with pytest.raises(MegaMoeStateError, match="closed"):
+        first.require_launchable()
+    assert pool.acquire(base, comm) is not first
+    other_shape.require_launchable()
+
+
+def test_pool_does_not_hand_out_a_workspace_whose_launch_failed() -> None:
+    config, comm, pool = make_case("random", ep_size=1).config, single(), WorkspacePool()
+    failed = pool.acquire(config, comm)
+    failed.invalidate()
+    assert pool.acquire(config, comm) is not failed
+    pool.release(failed)

@@ -255,7 +255,6 @@ def graphs(cache_dir: Path, replays: int = 300) -> Iterator[dict[str, Any]]:
                         soak.scratch[rank],
                         num_tokens=counts.data_ptr() + 4 * rank,
                         error=group.errors.data_ptr() + 64 * rank,
-                        launch_facts=group.facts,
                     )
             for stream in group.streams:
                 main.wait_stream(stream)

@@ -75,6 +75,7 @@ class RankGroup:
             self.locals = workspace.locals
         if scales is None:
             scales = scale_table(tensors, spec.num_experts, spec.activation_mode)
+        facts = 1 if workspace is None else 2  # which of the layers on the workspace
         self.layers = []
         for r in range(ranks):
             own = {
@@ -83,6 +84,7 @@ class RankGroup:
                 for name in ([] if packed else sorted({key.split(".", 1)[1] for key in tensors}))
             }
             rows = torch.cat([scales[r * local : (r + 1) * local], scales[-1:]])
+            rows[-1, 2:].view(torch.int64)[0] = facts
             space = self.locals[r * self.stride : (r + 1) * self.stride]
             shared = None if workspace is None else workspace.layers[r].spaces["shared"]
             layer = GpuLayer(
@@ -104,7 +106,6 @@ class RankGroup:
             layer.peers = self.peers
         self.counts = torch.arange(max_tokens + 1, dtype=torch.int32, device="cuda")
         self.streams = [torch.cuda.Stream() for _ in range(ranks)]
-        self.facts = 1 if workspace is None else workspace.facts + 1
         self.errors = torch.zeros(ranks, 8, dtype=torch.int64, device="cuda")
         self.operands = torch.zeros(ranks, len(RANK_OPERANDS), dtype=torch.int64, device="cuda")
         self._together: dict[str, Launch] = {}
@@ -144,7 +145,6 @@ class RankGroup:
             y,
             num_tokens=self.counts.data_ptr() + 4 * inputs.tokens,
             error=self.errors.data_ptr() + 64 * rank,
-            launch_facts=self.facts,
             **extra,
         )
 
@@ -192,7 +192,6 @@ class RankGroup:
                 "error": self.errors.data_ptr(),
                 "rank_operands": self.operands.data_ptr(),
                 "local_stride": self.stride,
-                "launch_facts": self.facts,
             }
             function = load_kernel(config, "sm_90a", self.cache_dir)
             self._together[tile] = Launch(function, self.locals[:256], fixed)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_megamoe.errors import MegaMoeUnavailableError
+from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels.prepared import LaunchChoice
 from trtllm_megamoe.tuning.tactic import Tactic
-from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 
@@ -40,9 +40,15 @@ class SaturationReport:
         )
 
 
-def shared_facts_digest(mode: ActivationMode, input_global: float) -> int:
-    """32-bit digest of what all ranks must have loaded alike: activation mode and fc1's input scale (0 in bf16 mode)."""
-    return zlib.crc32(mode.value.encode() + struct.pack("<f", input_global))
+def shared_weight_facts(weights: WeightStore) -> int:
+    """32-bit digest of what all ranks must have loaded alike: activation mode, and fc1's input scale where it counts.
+
+    A rank that quantises with another scale than the owner undoes would be silently wrong; see `regions.launch_facts`.
+    """
+    mode = weights.activation_mode
+    assert mode is not None  # a loaded store has one
+    scale = weights.scales.input_global if mode is ActivationMode.NVFP4 else None
+    return zlib.crc32(mode.value.encode() + struct.pack("<f", scale or 0.0))
 
 
 class Engine(ABC):

@@ -26,6 +26,7 @@ from trtllm_megamoe.host.ops import moe_forward, register_layer
 from trtllm_megamoe.host.quant_method import ModuleWeights, QuantMethodLogic
 from trtllm_megamoe.host.ranks import ep_communicator, why_not_pure_dep
 from trtllm_megamoe.host.settings import HostSettings
+from trtllm_megamoe.host.workspaces import WorkspacePool
 from trtllm_megamoe.layer import MegaMoELayer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ CLASS_NAME = "TrtllmMegamoeBackend"
 _UNIFORM_RTOL = 1e-5
 
 _backends: weakref.WeakSet[BackendLogic] = weakref.WeakSet()
+_workspaces = WorkspacePool()
 
 
 def accept_mixed_weights() -> None:
@@ -151,7 +153,9 @@ class BackendLogic:
             )
         settings = self.megamoe_settings
         comm = ep_communicator(self.mapping, settings.timeout_s)
-        layer = MegaMoELayer(self._layer_config(), comm, layer=self.layer_idx)
+        config = self._layer_config()
+        self._workspace = _workspaces.acquire(config, comm)
+        layer = MegaMoELayer(config, comm, layer=self.layer_idx, workspace=self._workspace)
         self.megamoe_layer = layer
         self._handle = register_layer(layer)
         logger.info("%s: %s runs here, engine %s", self.where, CLASS_NAME, layer.engine_name)
@@ -265,9 +269,10 @@ class BackendLogic:
         return moe_forward(x, ids, scales, launch_tokens, self._handle)
 
     def shutdown(self) -> None:
-        """Give the workspace back. Idempotent; every rank calls it."""
+        """Give the layer's share of its workspace back. Idempotent; every rank calls it."""
         if self.megamoe_layer is not None:
             self.megamoe_layer.close()
+            _workspaces.release(self._workspace)
             self.megamoe_layer = None
             self.megamoe_weights = None
 

@@ -51,7 +51,7 @@ def ep_communicator(mapping: Any, timeout_s: float) -> Communicator:
         raise MegaMoeConfigError(f"rank {mapping.rank}: {obstacle}")
     ep_size, ep_rank = int(mapping.moe_ep_size), int(mapping.moe_ep_rank)
     if ep_size == 1:
-        return single()
+        return _single_communicator()
     rank, size = _mpi_world()
     if (rank, size) != (ep_rank, ep_size):
         raise MegaMoeConfigError(
@@ -62,6 +62,11 @@ def ep_communicator(mapping: Any, timeout_s: float) -> Communicator:
         return _world_communicator(timeout_s)
     except MegaMoeTimeoutError as err:
         raise MegaMoeTimeoutError(f"{err}. {_ABSENT_RANK}") from err
+
+
+@functools.cache
+def _single_communicator() -> Communicator:
+    return single()
 
 
 @functools.cache

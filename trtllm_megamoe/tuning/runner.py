@@ -54,21 +54,28 @@ def time_replays(run: Callable[[], object], comm: Communicator, timeout_s: float
     """
     for _ in range(_WARM_UPS):
         run()
-    torch.cuda.synchronize()
-    comm.barrier(timeout_s)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(FORWARDS_PER_GRAPH):
-            run()
-    times = []
-    for _ in range(1 + REPLAYS):
+    for turn in range(comm.size):  # ranks in one process: a capture must not meet another one
         torch.cuda.synchronize()
         comm.barrier(timeout_s)
+        if turn == comm.rank:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(FORWARDS_PER_GRAPH):
+                    run()
+    comm.barrier(timeout_s)
+    times = []
+    for _ in range(1 + REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
+
+        def replay(start: torch.cuda.Event = start, end: torch.cuda.Event = end) -> None:
+            start.record()
+            graph.replay()
+            end.record()
+
         torch.cuda.synchronize()
+        comm.launch_together(replay, timeout_s)
+        torch.cuda.synchronize()
+        comm.barrier(timeout_s)
         times.append(1e3 * start.elapsed_time(end) / FORWARDS_PER_GRAPH)
     return float(statistics.median(times[1:]))
 

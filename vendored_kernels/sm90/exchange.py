@@ -162,7 +162,7 @@ def publish(
         gave_up = wait_at_least(staged, staging_ctas, control, ranks, SITE_STAGED, 0)
     if ptx.broadcast_lane0(gave_up) == 0:
         own_facts = ptx.lds64(ex + at.peers + rank * 8) + header_at + (HEADER_FIXED_WORDS + (Int32(tag) & 1)) * 8
-        ptx.stg64(own_facts, launch_facts)  # every thread, so that each one's fence covers it
+        ptx.stg64(own_facts, ptx.ldg64(launch_facts))  # every thread, so that each one's fence covers it
         ptx.fence_acq_rel_sys()
         expert = thread
         while expert < cfg.layer.num_experts:

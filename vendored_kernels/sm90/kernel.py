@@ -16,7 +16,8 @@ Not supported
 Operands (addresses; R rows of the pool, T tokens, E experts of this rank, K top_k)
     w1 (E, ceil(2I/128), ceil(H/128), 9216) u8     128x128 records, gate and up interleaved by 8 (see "Weight records")
     w2 (E, ceil(H/128), ceil(I/128), 9216) u8
-    scales (E + 1, 4) f32   {alpha_gate * 2^14, alpha_up * 2^14, alpha_down * 2^14, qs2 or 2^q}; last row {qs1, 0, 0, 0}
+    scales (E + 1, 4) f32   {alpha_gate * 2^14, alpha_up * 2^14, alpha_down * 2^14, qs2 or 2^q}; last row {qs1, 0} and a
+                            u64 that all ranks must launch with alike (kept here, so that graphs see a reload)
     x (T, H) bf16; ids (T, K) i32 or i64; route_weights (T, K) f32; num_tokens i32; y (T, H) bf16
     pool (R, H) f16; row_scale (R) f32; row_weight (R) f32; row_meta (R, 2) i32; route_rows (T, K) i32; h (R, I) f16
     counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words);
@@ -140,7 +141,6 @@ class Sm90MegaMoeNvfp4Kernel:
         peers: Int64,
         abort_at: Int64,
         header_at: Int64,
-        launch_facts: Int64,
         cells_at: Int64,
         returns_at: Int64,
         index_at: Int64,
@@ -231,7 +231,6 @@ class Sm90MegaMoeNvfp4Kernel:
             peers,
             abort_at,
             header_at,
-            launch_facts,
             cells_at,
             returns_at,
             index_at,
@@ -283,7 +282,6 @@ class Sm90MegaMoeNvfp4Kernel:
         peers: Int64,
         abort_at: Int64,
         header_at: Int64,
-        launch_facts: Int64,
         cells_at: Int64,
         returns_at: Int64,
         index_at: Int64,
@@ -419,7 +417,7 @@ class Sm90MegaMoeNvfp4Kernel:
                             staging_ctas,
                             cells_at,
                             header_at,
-                            launch_facts,
+                            scales + layer.num_local_experts * 16 + 8,
                             producer - 128,
                         )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)

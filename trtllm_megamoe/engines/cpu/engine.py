@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.engines.base import Engine, SaturationReport
+from trtllm_megamoe.engines.base import Engine, SaturationReport, shared_weight_facts
 from trtllm_megamoe.engines.cpu import numerics
 from trtllm_megamoe.engines.cpu.experts import ExpertMath
 from trtllm_megamoe.engines.cpu.memory import RegionViews
@@ -96,7 +96,7 @@ class CpuEngine(Engine):
     def bind(self, weights: WeightStore) -> None:
         self._math = ExpertMath(weights, self._config)
         self._saturation = SaturationReport()
-        self._facts = launch_facts(self._layer_index, self._math.shared_facts_digest())
+        self._facts = launch_facts(self._layer_index, shared_weight_facts(weights))
 
     def observe(self, observer: ActivationObserver | None) -> None:
         if self._math is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.engines.base import SaturationReport, shared_facts_digest
+from trtllm_megamoe.engines.base import SaturationReport
 from trtllm_megamoe.engines.cpu import numerics
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.weights.calibration import ActivationObserver
@@ -28,10 +28,6 @@ class ExpertMath:
         self.observer: ActivationObserver | None = None
         self._is_nvfp4 = self._mode is ActivationMode.NVFP4
         self._input_global = torch.tensor(self._w.input_global if self._is_nvfp4 else 0.0, dtype=torch.float32)
-
-    def shared_facts_digest(self) -> int:
-        """32-bit digest of what all ranks must have loaded alike: activation mode and fc1's input scale."""
-        return shared_facts_digest(self._mode, float(self._input_global))
 
     def stage_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, SaturationReport]:
         """bf16 rows (T, H) -> payload bytes, payload scale bytes, saturation of the blocks."""

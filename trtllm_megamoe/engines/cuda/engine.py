@@ -15,7 +15,7 @@ import torch
 
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.engines.base import Engine, SaturationReport, shared_facts_digest
+from trtllm_megamoe.engines.base import Engine, SaturationReport, shared_weight_facts
 from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS, SHARED_REGIONS, layout_numbers
 from trtllm_megamoe.engines.cuda.failure import failure_of
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeUnavailableError
@@ -55,7 +55,6 @@ class CudaEngine(Engine):
         # T lives in device memory: entry t of this table is t, so no launch has to write it first
         self._peers = torch.tensor(workspace.shared.peer_addresses, dtype=torch.int64, device=self.device)
         self._layer_index = workspace.add_layer()
-        self._facts = 0
         self._token_counts = torch.arange(config.max_tokens_per_rank + 1, dtype=torch.int32, device=self.device)
         self._scales: torch.Tensor | None = None
         # collective, so here and not in bind: every rank must run the same
@@ -69,8 +68,6 @@ class CudaEngine(Engine):
         mode = weights.activation_mode
         assert mode is not None  # a loaded store has one
         scales = self._scale_rows(weights, mode)
-        input_global = weights.scales.input_global if mode is ActivationMode.NVFP4 else None
-        self._facts = launch_facts(self._layer_index, shared_facts_digest(mode, float(input_global or 0.0)))
         if self._scales is None:
             self._scales = scales
             self._mode = mode
@@ -94,7 +91,6 @@ class CudaEngine(Engine):
             route_weights=topk_weights.data_ptr(),
             num_tokens=self._token_counts.data_ptr() + 4 * x.shape[0],
             y=out.data_ptr(),
-            launch_facts=self._facts,
             ids_are_64=int(topk_ids.dtype == torch.int64),
         )
         if torch.cuda.is_current_stream_capturing():
@@ -130,7 +126,7 @@ class CudaEngine(Engine):
         self._spaces.clear()
 
     def _scale_rows(self, weights: WeightStore, mode: ActivationMode) -> torch.Tensor:
-        """(L + 1, 4) fp32: {gate, up, down factors, fc1 output's factor} per expert; the last row starts with qs1."""
+        """(L + 1, 4) fp32: {gate, up, down factors, fc1 output's factor} per expert; last {qs1, 0, launch facts u64}."""
         alphas, num_local = weights.alphas, weights.spec.num_local_experts
         rows = torch.zeros(num_local + 1, 4, dtype=torch.float32, device=self.device)
         rows[:num_local, :2] = alphas["fc1_alpha"] * _DECODE_FACTOR
@@ -139,6 +135,7 @@ class CudaEngine(Engine):
         if mode is ActivationMode.NVFP4:
             assert weights.scales.input_global is not None
             rows[num_local, 0] = torch.reciprocal(torch.tensor(weights.scales.input_global, dtype=torch.float32))
+        rows[num_local, 2:].view(torch.int64)[0] = launch_facts(self._layer_index, shared_weight_facts(weights))
         return rows
 
     def _find_addresses(self, weights: WeightStore) -> dict[str, int]:

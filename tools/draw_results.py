@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the tables of README.md and docs/benchmarks.md, and the figure, from the committed results of the GPU suite.
+
+    python tools/draw_results.py            # rewrite what lies between the markers
+    python tools/draw_results.py --check    # exit 1 when a document is not what the results say
+    python tools/draw_results.py --figure   # also docs/hopper-floor.svg (needs matplotlib)
+
+The newest file of microbench/results/hopper that holds a part (`bench`, `rivals`) counts, by its date. No number of a
+table is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "microbench/results/hopper"
+FIGURE = ROOT / "docs/hopper-floor.svg"
+
+BEGIN, END = "<!-- drawn by tools/draw_results.py: begin -->", "<!-- drawn by tools/draw_results.py: end -->"
+HEADLINE = "v4-pro"
+SHAPES = {
+    "v4-pro": "DeepSeek-V4-Pro (H 7168, I 3072, 48 of 384 experts)",
+    "dsv3": "DeepSeek-V3 (H 7168, I 2048, 32 of 256 experts)",
+    "qwen3-235b": "Qwen3-235B (H 4096, I 1536, 16 of 128 experts)",
+}
+OURS = {"bf16": "this layer, 16-bit activations", "nvfp4": "this layer, NVFP4 activations"}
+
+Row = Mapping[str, Any]
+Point = tuple[str, int]
+"""Routing and rows per expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a report: where and with what it was made, and its rows."""
+
+    environment: Mapping[str, Any]
+    command: str
+    rows: Sequence[Row]
+
+
+def newest(part: str, directory: Path = RESULTS) -> Part:
+    """The newest result that holds a part.
+
+    Raises:
+        SystemExit: There is none.
+    """
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(document.get(part), dict) and "results" in document[part]:
+            found.append(document)
+    if not found:
+        raise SystemExit(f"no result in {directory} holds the part {part!r}")
+    latest = max(found, key=lambda document: str(document["environment"]["date_utc"]))
+    return Part(latest["environment"], latest["command"], latest[part]["results"])
+
+
+def number(value: float) -> str:
+    """Three significant digits, as tables show milliseconds."""
+    return f"{value:.3g}" if value >= 10 else f"{value:#.3g}"
+
+
+def status_of(rival: Row) -> str:
+    """`ok`, `failed` or `skipped`."""
+    return str(rival.get("status", "ok" if rival["ok"] else "failed"))
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if status_of(row) != "ok":
+        check = row.get("check")
+        return str(check["verdict"]) if check else "not run"
+    return number(row["sustained_ms"])
+
+
+def _lines_of(rows: Sequence[Row], points: Sequence[Point], name: str) -> str:
+    by_point = {(row["routing"], row["rows"]): row for row in rows}
+    return f"| {name} | " + " | ".join(_cell(by_point.get(point)) for point in points) + " |"
+
+
+def table(shape: str, points: Sequence[Point], bench: Part, rivals: Part) -> str:
+    """One shape's times in ms: the floor, this layer, the rivals."""
+    ours = [row for row in bench.rows if row["shape"] == shape]
+    floors = {(row["routing"], row["rows"]): row["floor_ms"] for row in ours}
+    heads = [str(rows) if routing == "uniform" else f"{rows}, {routing}" for routing, rows in points]
+    lines = [
+        "| rows per expert | " + " | ".join(heads) + " |",
+        "|---|" + "---|" * len(points),
+        "| floor of this GPU | " + " | ".join(number(floors[p]) if p in floors else "" for p in points) + " |",
+    ]
+    for mode, name in OURS.items():
+        rows = [row for row in ours if row["mode"] == mode]
+        if rows:
+            lines.append(_lines_of(rows, points, name))
+    theirs = [row for row in rivals.rows if row["shape"] == shape]
+    for rival in dict.fromkeys(row["rival"] for row in theirs):
+        rows = [row for row in theirs if row["rival"] == rival]
+        if any(status_of(row) != "skipped" for row in rows):
+            version = rows[0].get("version")
+            name = f"{rival}{f' ({version})' if version else ''}, no gather, no sum"
+            lines.append(_lines_of(rows, points, name))
+    return "\n".join(lines)
+
+
+def points_of(shape: str, bench: Part, *, uniform_only: bool) -> list[Point]:
+    """Points of a shape in the order in which they were measured."""
+    points = dict.fromkeys((row["routing"], row["rows"]) for row in bench.rows if row["shape"] == shape)
+    return [point for point in points if point[0] == "uniform" or not uniform_only]
+
+
+def made_with(part: Part) -> str:
+    """Date and versions."""
+    env = part.environment
+    return (
+        f"{env['gpu']}, {str(env['date_utc'])[:10]}, driver {env['driver']}, torch {env['torch']}, CuTe DSL "
+        f"{env['cutlass_dsl']}, kernel sources {env['kernel_sources'][:12]}"
+    )
+
+
+def skipped(rivals: Part) -> list[str]:
+    """Rivals that were not run, once each, with the reason."""
+    reasons = {row["rival"]: row.get("skip_reason") for row in rivals.rows if status_of(row) == "skipped"}
+    return [f"{rival}: not run, {reason}" for rival, reason in reasons.items()]
+
+
+def readme_block(bench: Part, rivals: Part) -> str:
+    """The README's paragraph and table."""
+    env = bench.environment
+    return "\n".join(
+        [
+            f"One {env['gpu'].removeprefix('NVIDIA ')}, one rank's share of an EP8 layer of DeepSeek-V4-Pro, uniform "
+            "routing, bf16 tokens in and out, ms,",
+            f"medians of sustained CUDA-graph replays ({str(env['date_utc'])[:10]}, torch {env['torch']}, CuTe DSL "
+            f"{env['cutlass_dsl']}, `tools/run_gpu_suite.py`):",
+            "",
+            table(HEADLINE, points_of(HEADLINE, bench, uniform_only=True), bench, rivals),
+        ]
+    )
+
+
+def benchmarks_block(bench: Part, rivals: Part) -> str:
+    """All shapes and routings for docs/benchmarks.md."""
+    lines = [f"Made with: {made_with(bench)}. `{bench.command}`"]
+    if rivals.environment != bench.environment:
+        lines.append(f"Rivals: {made_with(rivals)}. `{rivals.command}`")
+    for shape, title in SHAPES.items():
+        points = points_of(shape, bench, uniform_only=False)
+        if points:
+            lines += ["", f"**{title}**, ms", "", table(shape, points, bench, rivals)]
+    lines += ["", *skipped(rivals)] if skipped(rivals) else []
+    return "\n".join(lines)
+
+
+def replaced(text: str, block: str) -> str:
+    """`text` with `block` between its markers.
+
+    Raises:
+        SystemExit: The text has no such pair of markers.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"no pair of markers {BEGIN!r}, {END!r}")
+    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+
+
+def documents(directory: Path = RESULTS) -> dict[Path, str]:
+    """Every drawn document as the results want it."""
+    bench, rivals = newest("bench", directory), newest("rivals", directory)
+    blocks = {"README.md": readme_block(bench, rivals), "docs/benchmarks.md": benchmarks_block(bench, rivals)}
+    return {ROOT / name: replaced((ROOT / name).read_text(encoding="utf-8"), block) for name, block in blocks.items()}
+
+
+def draw_figure(bench: Part, rivals: Part, output: Path) -> None:
+    """Per cent of the floor over rows per expert, uniform routing, a panel a shape."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    shapes = [shape for shape in SHAPES if any(row["shape"] == shape for row in bench.rows)]
+    with matplotlib.rc_context({"svg.hashsalt": "megamoe-results"}):
+        figure = Figure(figsize=(4 * len(shapes), 4), layout="constrained")
+        panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+        for panel, shape in zip(panels, shapes, strict=True):
+            series: dict[str, list[Row]] = {}
+            for row in [*bench.rows, *rivals.rows]:
+                if row["shape"] == shape and row["routing"] == "uniform" and status_of(row) == "ok":
+                    series.setdefault(row.get("rival") or OURS[row["mode"]], []).append(row)
+            for name, rows in series.items():
+                rows.sort(key=lambda row: int(row["rows"]))
+                shares = [100 * row["floor_ms"] / row["sustained_ms"] for row in rows]
+                panel.plot([row["rows"] for row in rows], shares, marker="o", label=name)
+            ticks = sorted({row["rows"] for rows in series.values() for row in rows})
+            panel.set(xscale="log", xlabel="rows per expert", title=SHAPES[shape].split(" (")[0], ylim=(0, 105))
+            panel.set_xticks(ticks, [str(tick) for tick in ticks])
+            panel.xaxis.minorticks_off()
+            panel.grid(True, alpha=0.3)
+        panels[0].set_ylabel("% of the floor, sustained")
+        panels[0].legend(fontsize="x-small", loc="lower center")
+        figure.savefig(output, metadata={"Date": None})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 1 with `--check` when a document is not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--figure", action="store_true")
+    options = parser.parse_args(arguments)
+    stale = []
+    for path, text in documents().items():
+        if path.read_text(encoding="utf-8") != text:
+            stale.append(path.name)
+            if not options.check:
+                path.write_text(text, encoding="utf-8")
+    if options.figure and not options.check:
+        draw_figure(newest("bench"), newest("rivals"), FIGURE)
+    print(f"{'not up to date' if options.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
