@@ -44,7 +44,7 @@ def test_compile_twice_builds_each_kernel_once(cache_dir: Path) -> None:
     assert "compiled" in first.output and "cached" not in first.output
     names = [entry.name for _, entry in ObjectCache(cache_dir).entries()]
     assert len(names) == len(set(names)) > 2
-    assert {name.split("-")[6] for name in names} == {"nvfp4", "bf16"}
+    assert {name.split("-")[7] for name in names} == {"nvfp4", "bf16"}
     second = invoke("compile", "--preset", "deepseek-v4-pro", "--out", cache_dir, "--max-tokens-per-rank", 8192)
     assert "compiled" not in second.output.replace("kernels", "") and "cached" in second.output
 

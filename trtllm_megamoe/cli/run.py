@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from trtllm_megamoe.cli.text import table
 from trtllm_megamoe.cli.worker import JOB_S, run_under_mpirun
 from trtllm_megamoe.comm import mpi, run_threads
 from trtllm_megamoe.comm.launch import detect
+from trtllm_megamoe.engines.registry import choose_engine
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError
 from trtllm_megamoe.formats import ScorePlacement
 from trtllm_megamoe.weights.audit import MissingInputScale
@@ -131,7 +133,9 @@ def command(
     elif transport == "mpi":
         forwarded = run_under_mpirun([case])[0]
     else:
-        forwarded = run_threads(ep_size, lambda comm: forward_case(case, given, comm, show_progress=True), JOB_S)[0]
+        device = "cuda" if choose_engine(case.config.engine, ep_size).name == "cuda" else None
+        body = partial(forward_case, case, given, show_progress=True)
+        forwarded = run_threads(ep_size, body, JOB_S, device)[0]
     if forwarded is not None:
         _finish(case, given, forwarded, output_path, json_path)
 

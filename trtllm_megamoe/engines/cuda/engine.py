@@ -126,7 +126,7 @@ class CudaEngine(Engine):
         self._spaces.clear()
 
     def _scale_rows(self, weights: WeightStore, mode: ActivationMode) -> torch.Tensor:
-        """(L + 1, 4) fp32: {gate, up, down factors, fc1 output's factor} per expert; last {qs1, 0, launch facts u64}."""
+        """(L + 1, 4) fp32: {gate, up, down factors, fc1 output's factor} per expert; last {qs1, 0, launch facts}."""
         alphas, num_local = weights.alphas, weights.spec.num_local_experts
         rows = torch.zeros(num_local + 1, 4, dtype=torch.float32, device=self.device)
         rows[:num_local, :2] = alphas["fc1_alpha"] * _DECODE_FACTOR
