@@ -19,7 +19,7 @@ import click
 import torch
 from tqdm import tqdm
 
-from microbench import compare, environment, plot, report
+from microbench import compare, environment, plot, report, sweep
 from microbench.cases import Case, checkpoint_case, preset_case
 from microbench.routing import RoutingName, by_rows, by_tokens
 from microbench.runner import Point, Settings, run_points
@@ -210,6 +210,44 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         env = environment.collect(rows, threads, _launcher_phrase(launch), transport)
         _publish(env, rows, repeat_command(launch, sys.argv[1:]), options["json_path"], options["csv_path"])
     if any(row["status"] != "ok" for row in rows):
+        ctx.exit(EXIT_WRONG_ANSWER)
+
+
+@main.command("sweep", context_settings={"show_default": True})
+@click.option("--out", type=_DIRECTORY, required=True, help="Existing directory for JSON, CSV and figures.")
+@click.option("--engine", type=click.Choice(["cpu", "cuda"]), default="cuda")
+@click.option("--only", type=ListOf("name,...", str), help=f"Of {', '.join(axis.name for axis in sweep.axes())}.")
+@click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=1), help="Start no axis later than this, s.")
+@click.argument("extra", nargs=-1, type=click.UNPROCESSED)
+@debug_option
+@click.pass_context
+def sweep_axes(
+    ctx: click.Context,
+    /,
+    out: Path,
+    engine: str,
+    only: tuple[str, ...] | None,
+    time_limit_s: float | None,
+    extra: tuple[str, ...],
+) -> None:
+    """Measure one axis at a time around a default point; what stands behind -- is passed to every run."""
+    chosen = [axis for axis in sweep.axes() if only is None or axis.name in only]
+    unknown = sorted(set(only or ()) - {axis.name for axis in chosen})
+    if unknown:
+        raise MegaMoeConfigError(f"no axis is called {', '.join(unknown)}; known: {[a.name for a in sweep.axes()]}")
+
+    def run_one(arguments: Sequence[str]) -> int:
+        with run.make_context("run", list(arguments), parent=ctx) as inner:
+            try:
+                run.invoke(inner)
+            except click.exceptions.Exit as leave:
+                return leave.exit_code
+        return 0
+
+    command = repeat_command(detect(), sys.argv[1:])
+    outcomes = sweep.run_axes(chosen, engine, extra, out, run_one, time_limit_s, command)
+    click.echo("\n" + "\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))
+    if any(outcome != "ok" for outcome in outcomes.values()):
         ctx.exit(EXIT_WRONG_ANSWER)
 
 

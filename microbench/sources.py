@@ -79,13 +79,17 @@ class _LazyTensors(Mapping[str, torch.Tensor]):
         return sum(1 for _ in self)
 
 
+_KEPT_BYTES = 4 << 30
+"""Drawn experts that stay in memory, so that a share's experts are drawn once for the layer and for every check."""
+
+
 class SyntheticSource(WeightSource):
     """Weights from :mod:`microbench.synthetic`."""
 
     def __init__(self, case: Case, seed: int) -> None:
         super().__init__(case)
         self._seed = seed
-        self._last: tuple[int, dict[TensorKey, torch.Tensor]] | None = None
+        self._kept: dict[int, dict[TensorKey, torch.Tensor]] = {}
 
     def for_rank(self, experts: range) -> Iterator[tuple[str, torch.Tensor]]:
         for expert in range(self.case.num_experts):
@@ -93,8 +97,8 @@ class SyntheticSource(WeightSource):
                 if expert in experts or key.family is AuxFamily.FC1_INPUT:
                     yield key.name, tensor
             if expert in experts:
-                for key, tensor in expert_bulk(self.case, self._seed, expert):
-                    yield key.name, tensor
+                for key, tensor in self._bulk(expert).items():
+                    yield key.name, tensor.clone()  # what the layer does to its tensors must not reach the oracle
 
     def has(self, key: TensorKey) -> bool:
         return 0 <= key.expert < self.case.num_experts
@@ -104,10 +108,16 @@ class SyntheticSource(WeightSource):
             raise KeyError(key.name)
         if not key.component.is_bulk:
             return dict(expert_scalars(self.case, self._seed, key.expert))[key]
-        if self._last is None or self._last[0] != key.expert:
-            # the oracle reads an expert's six bulk tensors one after another: one expert is kept
-            self._last = (key.expert, dict(expert_bulk(self.case, self._seed, key.expert)))
-        return self._last[1][key]
+        return self._bulk(key.expert)[key]
+
+    def _bulk(self, expert: int) -> dict[TensorKey, torch.Tensor]:
+        if expert not in self._kept:
+            drawn = dict(expert_bulk(self.case, self._seed, expert))
+            size = sum(tensor.numel() for tensor in drawn.values())  # codes and scales are bytes
+            while self._kept and (len(self._kept) + 1) * size > _KEPT_BYTES:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[expert] = drawn
+        return self._kept[expert]
 
 
 class CheckpointSource(WeightSource):
