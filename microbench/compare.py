@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,13 @@ _IDENTITY = (
 _ENVIRONMENT = ("commit", "gpu", "driver", "cpu", "torch", "cutlass_dsl", "threads_per_rank", "transport")
 
 
+REPEAT_PCT = 3.0
+"""Two runs of one command agree within this up to `FEW_ROWS` rows per expert,"""
+REPEAT_PCT_ABOVE = 10.0
+"""and within this above, where a GPU runs into its power limit."""
+FEW_ROWS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Pairs of rows of A and B, and the rows that have no partner; rows without a time are among the latter."""
@@ -36,6 +43,11 @@ class Comparison:
         """B's median over A's, pair by pair."""
         return [b["us"]["p50"] / a["us"]["p50"] for a, b in self.pairs]
 
+    def repeats(self) -> list[bool]:
+        """Pair by pair: whether the medians agree as two runs of one command should."""
+        bounds = [REPEAT_PCT if a["rows_per_expert"] <= FEW_ROWS else REPEAT_PCT_ABOVE for a, _ in self.pairs]
+        return [abs(ratio - 1) * 100 <= bound for ratio, bound in zip(self.ratios, bounds, strict=True)]
+
     @property
     def geometric_mean(self) -> float:
         """Over all ratios.
@@ -48,18 +60,29 @@ class Comparison:
         return math.exp(sum(map(math.log, self.ratios)) / len(self.pairs))
 
 
-def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in _IDENTITY)
+def _keys_of(documents: Sequence[Mapping[str, Any]]) -> Callable[[Row], tuple[Any, ...]]:
+    """What identifies a row: how it was launched only where one of the documents has rows that differ in that alone."""
+
+    def key(row: Row, names: Sequence[str] = _IDENTITY) -> tuple[Any, ...]:
+        return tuple(row[name] for name in names)
+
+    keys = [[key(row) for row in document["rows"]] for document in documents]
+    if any(len(set(of_document)) < len(of_document) for of_document in keys):
+        return lambda row: key(row, (*_IDENTITY, "timing"))
+    return key
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     """Match the rows of two `megamoe-bench/1` documents."""
-    timed = [{_key(row): row for row in document["rows"] if row["us"] is not None} for document in (a, b)]
+    key_of = _keys_of((a, b))
+    timed = [{key_of(row): row for row in document["rows"] if row["us"] is not None} for document in (a, b)]
     common = [key for key in timed[0] if key in timed[1]]
     pairs = tuple((timed[0][key], timed[1][key]) for key in common)
     alone = []
     for document, times in zip((a, b), timed, strict=True):
-        alone.append(tuple(row for row in document["rows"] if _key(row) not in common or row is not times[_key(row)]))
+        alone.append(
+            tuple(row for row in document["rows"] if key_of(row) not in common or row is not times[key_of(row)])
+        )
     differences = tuple(
         f"{name}: {a['env'][name]} -> {b['env'][name]}" for name in _ENVIRONMENT if a["env"][name] != b["env"][name]
     )
@@ -86,6 +109,11 @@ def describe(comparison: Comparison) -> str:
     ]
     lines.append(table(["row", "A p50 us", "B p50 us", "B / A", "engine"], cells, right=(1, 2, 3)))
     lines.append(f"geometric mean of B / A over {len(comparison.pairs)} rows: {comparison.geometric_mean:.3f}")
+    agreeing = comparison.repeats()
+    lines.append(
+        f"{sum(agreeing)} of {len(agreeing)} rows agree as two runs of one command should: within {REPEAT_PCT:g} % up "
+        f"to {FEW_ROWS} rows per expert, {REPEAT_PCT_ABOVE:g} % above"
+    )
     for name, rows in (("A", comparison.only_a), ("B", comparison.only_b)):
         lines += [f"only in {name}, or not timed: {_name(row)}" for row in rows]
     return "\n".join(lines)

@@ -335,6 +335,21 @@ def test_compare_matches_rows_and_gives_the_geometric_mean() -> None:
     assert "geometric mean of B / A over 2 rows: 1.000" in text
 
 
+def test_compare_tells_launches_from_replays_where_both_are_there() -> None:
+    a = result_of(gpu_row(16, (100.0,)), gpu_row(16, (300.0,), timing="eager"))
+    b = result_of(gpu_row(16, (303.0,), timing="eager"), gpu_row(16, (102.0,)))
+    assert compare(a, b).ratios == [1.02, 1.01]
+    cpu = result_of(gpu_row(16, (1000.0,), timing="cpu", engine="cpu"))
+    assert compare(result_of(gpu_row(16, (100.0,))), cpu).ratios == [10.0], "engines are compared, however they launch"
+
+
+def test_compare_says_how_many_rows_repeat() -> None:
+    a = result_of(gpu_row(16, (100.0,)), gpu_row(64, (100.0,)), gpu_row(256, (100.0,)))
+    b = result_of(gpu_row(16, (104.0,)), gpu_row(64, (104.0,)), gpu_row(256, (111.0,)))
+    assert compare(a, b).repeats() == [False, True, False]
+    assert "1 of 3 rows agree as two runs of one command should" in describe(compare(a, b))
+
+
 def test_compare_without_common_rows_is_refused() -> None:
     failed = gpu_row(64) | {"us": None}
     with pytest.raises(MegaMoeConfigError, match="no timed row in common"):
