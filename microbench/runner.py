@@ -138,6 +138,8 @@ def _autotune(
     """Tune the buckets that these points will run."""
     layer = layers[0]
     num_sms = torch.cuda.get_device_properties(layer.device).multi_processor_count
+    if comm.transport == "threads":
+        num_sms //= comm.size  # virtual ranks share one GPU
     space, _ = tuning_target(layer.config, layer.activation_mode, comm.size, num_sms)
     fullest = {
         max(tokens_by_rank(point.workload, step)) for point in points for step in range(settings.steps)
