@@ -46,7 +46,7 @@ ADDRESSES = (
     "local_stride",
 )
 """64-bit arguments: addresses (operands in `sm90/kernel.py`), the timeout in nanoseconds, and `*_at`: a shared region's
-offset behind a rank's base in the table `peers`; a kernel for one rank has no table and takes them as addresses."""
+offset behind a rank's base in the table `peers`; for one rank they are addresses and the table says 0."""
 
 NUMBERS = (
     "pool_rows",

@@ -97,7 +97,7 @@ class GpuLayer:
             size = self.table.total_bytes("local") + guard_bytes
             local = torch.full((size,), POISON, dtype=torch.uint8, device=self.device)
         self.spaces = {"shared": shared, "local": local}
-        self.peers: torch.Tensor | None = None
+        self.peers = torch.zeros(spec.ep_size, dtype=torch.int64, device=self.device)
         self.reset()
         self.packed = packed if packed is not None else self._pack(tensors)
         table = scales if scales is not None else scale_table(tensors, spec.num_local_experts, spec.activation_mode)
@@ -183,7 +183,7 @@ class GpuLayer:
             "num_tokens": self.num_tokens.data_ptr(),
             "error": self.address("error_record"),
             "timeout_ns": 2_000_000_000,
-            "peers": 0 if self.peers is None else self.peers.data_ptr(),
+            "peers": self.peers.data_ptr(),
             "lag": fc1_lag(self.spec, TILES[tile_name], self.num_ctas),
             "rank": self.rank,
             "ctas_per_rank": self.num_ctas,

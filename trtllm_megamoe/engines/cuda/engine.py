@@ -53,7 +53,9 @@ class CudaEngine(Engine):
         # the host reads it between launches without waiting for the device
         self._error = torch.zeros(_ERROR_WORDS, dtype=torch.int64, pin_memory=True)
         # T lives in device memory: entry t of this table is t, so no launch has to write it first
-        self._peers = torch.tensor(workspace.shared.peer_addresses, dtype=torch.int64, device=self.device)
+        # one rank's shared regions are given to the kernel as addresses, so its table says 0
+        bases = workspace.shared.peer_addresses if workspace.comm.size > 1 else (0,)
+        self._peers = torch.tensor(bases, dtype=torch.int64, device=self.device)
         self._layer_index = workspace.add_layer()
         self._token_counts = torch.arange(config.max_tokens_per_rank + 1, dtype=torch.int32, device=self.device)
         self._scales: torch.Tensor | None = None
@@ -142,7 +144,6 @@ class CudaEngine(Engine):
         """Launch arguments that stay: operands, regions, strides."""
         assert self._scales is not None
         table, packed, local = self._table, weights.packed, self._spaces["local"].data_ptr()
-        # one rank has no table of bases: its shared regions are given as addresses
         base = self._spaces["shared"].data_ptr() if self._workspace.comm.size == 1 else 0
         return {
             "w1": packed["fc1_records"].data_ptr(),
