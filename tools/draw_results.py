@@ -77,8 +77,8 @@ def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     if status_of(row) != "ok":
-        check = row.get("check")
-        return str(check["verdict"]) if check else "not run"
+        verdict = (row.get("check") or {}).get("verdict", "not run")
+        return "not timed" if verdict == "verified" else str(verdict)
     return number(row["sustained_ms"])
 
 

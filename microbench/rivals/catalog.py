@@ -61,11 +61,17 @@ def measure_all(
             rows = make_rows(weight_sets[0], counts)
             outcome = _check_sets(built, weight_sets, rows)
             row |= {"check": {**asdict(outcome), "verdict": outcome.verdict.value}}
-            if outcome.verdict is Verdict.VERIFIED:
-                times = measure(index)(lambda i, sets=built: sets[i % len(sets)].run())  # type: ignore[misc]
-                yield index, {**row, "status": "ok", "skip_reason": None, **times}
-            else:
+            if outcome.verdict is not Verdict.VERIFIED:
                 yield index, {**row, "status": "failed", "skip_reason": outcome.reason}
+                continue
+            try:
+                times = measure(index)(lambda i, sets=built: sets[i % len(sets)].run())  # type: ignore[misc]
+            except Exception as err:  # as above: a rival that cannot be captured, for one
+                logger.exception("%s cannot be timed", kind.name)
+                reason = f"cannot be timed: {type(err).__name__}: {err}"
+                yield index, {**row, "status": "failed", "skip_reason": reason}
+                continue
+            yield index, {**row, "status": "ok", "skip_reason": None, **times}
         built.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -163,6 +163,18 @@ def test_measure_all_goes_on_after_a_rival_that_fails(weights: Weights) -> None:
     assert rows[2][1]["version"] is not None
 
 
+def test_measure_all_survives_a_timer_that_fails(weights: Weights) -> None:
+    def timer(index: int) -> catalog.Measure:
+        def time(enqueue: Callable[[int], torch.Tensor]) -> dict[str, Any]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        return time
+
+    (row,) = [row for _, row in catalog.measure_all([weights], [COUNTS], timer, [Loop])]
+    assert row["status"] == "failed" and "cannot be timed" in row["skip_reason"]
+    assert row["check"]["verdict"] == "verified"
+
+
 def _parts(matrix: Nvfp4Matrix) -> Iterator[torch.Tensor]:
     yield from (matrix.codes, matrix.block_scales, matrix.global_scales)
 

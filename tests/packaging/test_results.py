@@ -69,6 +69,8 @@ def test_tables_show_floor_layer_rivals_and_every_gap() -> None:
     assert "| this layer, NVFP4 activations |  | 0.500 |" in text
     assert "| a (1.2), no gather, no sum | 2.00 | not verified |" in text
     assert "| b" not in text
+    untimed = Part(ENVIRONMENT, "rivals", [theirs("a", 1, "failed", check={"verdict": "verified"})])
+    assert "| a (1.2), no gather, no sum | not timed |" in readme_block(bench, untimed)
     text = benchmarks_block(bench, rivals)
     assert "| 64, zipf |" in text
     assert "b: not run, no compiler" in text
