@@ -82,10 +82,10 @@ def check_sass(lines: list[str], resources: str, facts: dict[str, Any]) -> list[
     return faults
 
 
-def lint_ptx(text: str, ranks: int) -> list[str]:
+def lint_ptx(text: str, exchange: bool) -> list[str]:
     """Faults of the memory order and of forbidden instructions; each rule fails when its instruction is removed.
 
-    What differs with several ranks: fc2 tiles are announced to the token owners instead of this rank, size cells and
+    What differs with an exchange: fc2 tiles are announced to the token owners instead of this rank, size cells and
     return counters cross ranks, and the publisher waits for staged tokens before the first token load.
     """
     faults = []
@@ -102,31 +102,31 @@ def lint_ptx(text: str, ranks: int) -> list[str]:
     acquires = positions(r"^ld\.acquire\.gpu\.global\.b32")
     loads = positions(r"cp\.async\.bulk\.tensor")
     if len(releases) != 3:
-        third = "fc2 tile" if ranks == 1 else "pulled piece"
+        third = "fc2 tile" if not exchange else "pulled piece"
         faults.append(f"{len(releases)} releases, expected 3: staged tokens, fc1 block, {third}")
     fenced = sum(
         any(max([r - WINDOW, *(other for other in releases if other < r)]) < f < r for f in fences) for r in releases
     )
     if fenced != 2:
-        what = "staged tokens" if ranks == 1 else "pulled piece"
+        what = "staged tokens" if not exchange else "pulled piece"
         faults.append(f"{fenced} releases follow fence.proxy.async, expected 2: {what} and fc1 block")
     if len(acquires) != 6:
         faults.append(f"{len(acquires)} acquire loads, expected two in each of three waits")
     token_acquires = [a for a in acquires if loads and a < loads[0]]
-    before = 4 if ranks == 1 else 6
+    before = 4 if not exchange else 6
     if len(token_acquires) != before:
         faults.append(f"{len(token_acquires)} acquire loads before the first token load, expected {before}")
     elif not any(token_acquires[-1] < f < loads[0] for f in fences):
         faults.append("no fence.proxy.async between the token warp's last acquire and its first TMA load")
-    sites = 3 if ranks == 1 else 8  # waits: staged, cells, pool, fc1, returns; and three header words
+    sites = 3 if not exchange else 8  # waits: staged, cells, pool, fc1, returns; and three header words
     if len(positions(r"^st\.release\.sys\.global\.b32")) != sites:
         faults.append("every wait must raise the abort word with st.release.sys")
-    readers = (3 if ranks == 1 else 5) + 3  # every wait, the exit, and twice to name who failed
+    readers = (3 if not exchange else 5) + 3  # every wait, the exit, and twice to name who failed
     if len(positions(r"^ld\.acquire\.sys\.global\.b32")) != readers:
         faults.append("every wait and the exit must read the abort word with ld.acquire.sys")
     if len(positions(r"^atom\.acq_rel\.gpu\.global\.add\.u32")) != 1:
         faults.append("the exit ticket must be one atom.acq_rel.gpu")
-    return faults + (_lint_exchange(lines, positions) if ranks > 1 else [])
+    return faults + (_lint_exchange(lines, positions) if exchange else [])
 
 
 def _lint_exchange(lines: list[str], positions: Callable[[str], list[int]]) -> list[str]:
@@ -151,7 +151,8 @@ def check_kernel(facts_file: Path, cuobjdump: str) -> list[str]:
     ptx, cubin = facts_file.with_suffix(".ptx"), facts_file.with_suffix(".cubin")
     if not ptx.is_file() or not cubin.is_file():
         return ["PTX or cubin missing: compile with the intermediates kept"]
-    return check_sass(*sass_lines(cubin, cuobjdump), facts) + lint_ptx(ptx.read_text(), facts["layer"]["ep_size"])
+    exchange = facts["layer"]["ep_size"] > 1
+    return check_sass(*sass_lines(cubin, cuobjdump), facts) + lint_ptx(ptx.read_text(), exchange)
 
 
 def main() -> int:

@@ -153,6 +153,9 @@ shuffle_up = _memory_op("shfl.sync.up.b32 $0, $1, $2, 0, -1;", "rr", "r")
 shuffle_xor1_f = _memory_op("shfl.sync.bfly.b32 $0, $1, 1, 31, -1;", "f", "f")
 shuffle_xor1 = _memory_op("shfl.sync.bfly.b32 $0, $1, 1, 31, -1;", "r", "r")
 shuffle_xor2 = _memory_op("shfl.sync.bfly.b32 $0, $1, 2, 31, -1;", "r", "r")
+barrier_is_done = _memory_op(
+    "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p;}", "rr", "r"
+)
 thread_index = _memory_op("mov.u32 $0, %tid.x;", "", "r")
 ballot = _memory_op("{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1;}", "r", "r")
 warp_max_u32 = _memory_op("redux.sync.max.u32 $0, $1, 0xffffffff;", "r", "r")

@@ -56,7 +56,7 @@ def test_compiled_kernel_for_ranks_without_an_order_instruction_fails_the_lint(
 ) -> None:
     lines = compiled_for_ranks.with_suffix(".ptx").read_text().splitlines()
     assert any(instruction in line for line in lines)
-    assert lint_ptx("\n".join(line for line in lines if instruction not in line), 8)
+    assert lint_ptx("\n".join(line for line in lines if instruction not in line), True)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_compiled_kernel_for_ranks_without_an_order_instruction_fails_the_lint(
 def test_compiled_kernel_without_an_order_instruction_fails_the_lint(compiled: Path, instruction: str) -> None:
     lines = compiled.with_suffix(".ptx").read_text().splitlines()
     assert any(instruction in line for line in lines)
-    assert lint_ptx("\n".join(line for line in lines if instruction not in line), 1)
+    assert lint_ptx("\n".join(line for line in lines if instruction not in line), False)
 
 
 def test_compiled_kernel_is_found_again_and_not_rebuilt(compiled: Path) -> None:

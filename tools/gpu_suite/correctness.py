@@ -16,7 +16,7 @@ from tools.gpu_suite.layer import GpuLayer
 from trtllm_megamoe.formats import ActivationMode, CombineFormat, ScorePlacement
 from trtllm_megamoe.presets import PRESETS
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
-from vendored_kernels.sm90.config import LayerSpec
+from vendored_kernels.sm90.config import TILES, LayerSpec
 
 # The oracle sums exactly, the kernel in fp32, and the result is bf16 (rel-L2 of that rounding alone: 1.7e-3); coarser
 # wires re-round values that the last bit moved over a boundary.
@@ -61,7 +61,7 @@ def all_cases() -> list[Case]:
     small = LayerSpec(1024, 512, 13, 6, "nvfp4")
     options = {"weigh_before_requant": True, "swiglu_limit": 3.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
     bf16 = dataclasses.replace(small, activation_mode="bf16")
-    every = ("n8", "n16", "n64", "n128", "h8", "h16", "h64")
+    every = tuple(TILES)
     found = [
         Case("small-nvfp4", small, every, FULL),
         Case("small-bf16", bf16, every, FULL),

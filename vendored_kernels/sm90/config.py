@@ -163,8 +163,6 @@ class TileConfig:
             widths the compiler then runs out of registers and serialises wgmma.)
         math_registers, producer_registers: setmaxnreg of the two kinds of warps, where there are no dispatch warps (see
             `KernelConfig`).
-        dispatch: one rank's tokens too are staged once and pulled into expert order by dispatch warps while tiles run;
-            pays where there are many tokens, costs a round trip where there are few. Several ranks always do so.
         max_stages: upper bound of both pipelines' stages; the shared memory decides the numbers below it.
     """
 
@@ -175,7 +173,6 @@ class TileConfig:
     math_registers: int
     producer_registers: int
     max_stages: int = 9
-    dispatch: bool = False
 
     @property
     def widest(self) -> int:
@@ -257,7 +254,7 @@ class KernelConfig:
     @property
     def exchange(self) -> bool:
         """Whether tokens go through `payload` and are pulled by dispatch warps."""
-        return self.layer.ep_size > 1 or self.tile.dispatch
+        return self.layer.ep_size > 1
 
     @property
     def threads(self) -> int:
@@ -387,8 +384,6 @@ TILES: dict[str, TileConfig] = {
         TileConfig("h8", (8, 16, 24), 128, 2, 232, 40),
         TileConfig("h16", (16, 24, 32), 128, 2, 232, 40),
         TileConfig("h64", (32, 64, 80), 128, 2, 232, 40),
-        TileConfig("n64d", (32, 64, 96), 256, 2, 232, 40, dispatch=True),
-        TileConfig("n128d", (32, 64, 128), 256, 2, 232, 40, dispatch=True),
     )
 }
 

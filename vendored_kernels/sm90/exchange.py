@@ -30,6 +30,12 @@ from .waits import (
 PRODUCER_BARRIER = 11
 """Named barrier of the single-purpose warps and the dispatch warps together."""
 
+STAGED_BARRIER = 12
+"""Named barrier of CTA 0's math and dispatch warps: its own tokens are staged."""
+
+FEW_TOKENS = 4
+"""So many tokens CTA 0 stages alone, which saves the others' hop through a counter."""
+
 PIECE_COLUMNS = {"nvfp4": 1024, "bf16": 512}
 """Columns of a token row that one warp pulls at a time, its loads all in flight; the unit of `pool_ready`."""
 
@@ -143,7 +149,7 @@ def publish(
     ex: Int32,
     control: Int32,
     staged: Int64,
-    staging_ctas,
+    other_ctas,
     cells_at: Int64,
     header_at: Int64,
     launch_facts: Int64,
@@ -151,15 +157,17 @@ def publish(
 ):
     """CTA 0's dispatch warps: when every CTA has staged, one size cell per expert of the layer, also where it is 0.
 
-    Each thread's fence stands between what it saw of `staged` and its own cells.
+    They meet the math warps of their own CTA at a barrier and wait for the `other_ctas` at a counter. Each thread's
+    fence stands between what it saw of these and its own cells.
     """
     at = const_expr(ExchangeOffsets(cfg))
     ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)
     rank = ptx.lds32(control + RANK)
     tag = ptx.lds64(control + LAUNCH) + 1
+    cute.arch.barrier(barrier_id=STAGED_BARRIER, number_of_threads=cfg.tile.math_warpgroups * 128 + 32 * DISPATCH_WARPS)
     gave_up = Int32(0)
-    if thread % 32 == 0:
-        gave_up = wait_at_least(staged, staging_ctas, control, ranks, SITE_STAGED, 0)
+    if thread % 32 == 0 and other_ctas > 0:
+        gave_up = wait_at_least(staged, other_ctas, control, ranks, SITE_STAGED, 0)
     if ptx.broadcast_lane0(gave_up) == 0:
         own_facts = ptx.lds64(ex + at.peers + rank * 8) + header_at + (HEADER_FIXED_WORDS + (Int32(tag) & 1)) * 8
         ptx.stg64(own_facts, ptx.ldg64(launch_facts))  # every thread, so that each one's fence covers it
@@ -426,20 +434,27 @@ def _copy_piece(
 
 
 @cute.jit
-def give_back(cfg, ex: Int32, table: Int32, control: Int32, returns_at: Int64, fault_step, expert, row0, valid, lane):
-    """R: adds the rows of a finished fc2 tile to the return counters of their token owners, one lane per source."""
-    at = const_expr(ExchangeOffsets(cfg))
+def rows_of(cfg, ex: Int32, table: Int32, control: Int32, returns_at: Int64, fault_step, expert, row0, valid, lane):
+    """R: rows of a tile that belong to this lane's source, the lane-th after this rank."""
     tab = const_expr(TableOffsets(cfg.table_experts))
-    ranks = const_expr(cfg.layer.ep_size)
-    rank = ptx.lds32(control + RANK)
-    if lane < ranks and fault_step != FAULT_RETURN:
+    count = Int32(0)
+    if lane < cfg.layer.ep_size:
         first = row0 - ptx.lds32(table + tab.first_row + expert * 4)
         count = rows_of_source(cfg, ex, expert, first, valid, lane)
+    return count
+
+
+@cute.jit
+def give_back(cfg, ex: Int32, table: Int32, control: Int32, returns_at: Int64, fault_step, rows, lane):
+    """R: adds finished rows of fc2 tiles to the return counters of their token owners, one lane per source."""
+    at = const_expr(ExchangeOffsets(cfg))
+    ranks = const_expr(cfg.layer.ep_size)
+    if rows > 0 and fault_step != FAULT_RETURN:
+        rank = ptx.lds32(control + RANK)
         source = rank + 1 + lane
         source = source - ranks if source >= ranks else source
-        if count > 0:
-            counter = ptx.lds64(ex + at.peers + source * 8) + returns_at + Int64(rank) * 8
-            ptx.peer_flag_add_release_sys64(counter, Int64(count))
+        counter = ptx.lds64(ex + at.peers + source * 8) + returns_at + Int64(rank) * 8
+        ptx.peer_flag_add_release_sys64(counter, Int64(rows))
 
 
 @cute.jit

@@ -85,7 +85,7 @@ from .. import ptx
 from ..launch import RANK_OPERANDS
 from . import epilogue, exchange, mainloop, reduce, scheduler, staging
 from .config import DISPATCH_WARPS, K_STEP, RING_SLOTS, KernelConfig
-from .exchange import PRODUCER_BARRIER, ExchangeOffsets
+from .exchange import PRODUCER_BARRIER, STAGED_BARRIER, ExchangeOffsets
 from .scheduler import BANK_WORDS, END, EXIT_WORD, FC1, FC2_DONE, FIRST_BANK, STAGED, TableOffsets
 from .sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED
 from .waits import (
@@ -394,6 +394,13 @@ class Sm90MegaMoeNvfp4Kernel:
             first_token = tokens * bidx // gdim
             own_tokens = tokens * (bidx + 1) // gdim - first_token
             staging_ctas = tokens if tokens < gdim else gdim  # those with at least one token
+            if const_expr(cfg.exchange):
+                if tokens <= exchange.FEW_TOKENS:
+                    first_token = Int32(0)
+                    own_tokens = tokens if bidx == 0 else Int32(0)
+                    staging_ctas = Int32(0)
+                elif tokens >= gdim:  # CTA 0 has tokens of its own
+                    staging_ctas = gdim - 1
             staging_ctas = staging_ctas + (Int32(1) if fault_step == FAULT_STAGED else Int32(0))
             staging.count_routes(
                 cfg, counts, cursors, ids, ids_are_64, tokens * layer.top_k, first_token * layer.top_k, tidx
@@ -543,7 +550,14 @@ class Sm90MegaMoeNvfp4Kernel:
                 if const_expr(not cfg.exchange):
                     ptx.fence_proxy_async()
                 cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
-                if tidx == 0 and own_tokens > 0:
+                if const_expr(cfg.exchange):
+                    if bidx == 0:
+                        cute.arch.barrier_arrive(
+                            barrier_id=STAGED_BARRIER, number_of_threads=math_warps * 32 + 32 * DISPATCH_WARPS
+                        )
+                    elif tidx == 0 and own_tokens > 0:
+                        ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
+                elif tidx == 0 and own_tokens > 0:
                     ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
                 fc2_tiles = self.math(
                     bars,
@@ -563,21 +577,22 @@ class Sm90MegaMoeNvfp4Kernel:
                 )
                 launch = ptx.lds32(control + LAUNCH)
                 tokens = ptx.lds32(control + TOKENS)
-                first_token = tokens * bidx // gdim
-                own_tokens = tokens * (bidx + 1) // gdim - first_token
+                items = tokens * reduce.items_per_token(cfg)
+                first_item = Int32(Int64(items) * Int64(bidx) // Int64(gdim))
+                own_items = Int32(Int64(items) * Int64(bidx + 1) // Int64(gdim)) - first_item
                 results, result_scales = results_at, result_scales_at
                 if const_expr(cfg.exchange):
                     own = ptx.lds64(bases + ptx.lds32(control + RANK) * 8)
                     results, result_scales = own + results_at, own + result_scales_at
-                    if warp == 0 and (own_tokens > 0 or bidx == 0):
+                    if warp == 0 and (own_items > 0 or bidx == 0):
                         exchange.wait_for_own_rows(cfg, ex, control, returns_at, expected_returns, lane)
                     cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
-                elif own_tokens > 0:
+                elif own_items > 0:
                     if lane == 0:
                         done_counter = counters + Int64(FIRST_BANK + (launch & 1) * BANK_WORDS + FC2_DONE) * 4
                         wait_at_least(done_counter, fc2_tiles, control, 1, SITE_FC2, 0)
                     cute.arch.sync_warp()
-                if own_tokens > 0:
+                if own_items > 0:
                     reduce.sum_routes(
                         cfg,
                         ids,
@@ -586,8 +601,8 @@ class Sm90MegaMoeNvfp4Kernel:
                         results,
                         result_scales,
                         y,
-                        first_token,
-                        own_tokens,
+                        first_item,
+                        own_items,
                         warp,
                         lane,
                     )
@@ -666,9 +681,11 @@ class Sm90MegaMoeNvfp4Kernel:
         elif role == 2:
             if const_expr(cfg.exchange):
                 context = (ex, table, control, returns_at, fault_step)
-                scheduler.release_warp(cfg, bars, info, bank, ready_bank, exchange.give_back, context, lane)
+                scheduler.release_warp(
+                    cfg, bars, info, bank, ready_bank, exchange.rows_of, exchange.give_back, context, lane
+                )
             else:
-                scheduler.release_warp(cfg, bars, info, bank, ready_bank, None, (), lane)
+                scheduler.release_warp(cfg, bars, info, bank, ready_bank, None, None, (), lane)
         else:
             scheduler.clear_warp(other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane)
 

@@ -28,6 +28,9 @@ TABLE_BARRIER = 10
 INFO_BYTES = 32
 """A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, -}."""
 
+MOST_UNANNOUNCED = 8
+"""Finished fc2 tiles that other ranks are told of at once."""
+
 BANK_WORDS = 32
 CLAIM, STAGED, FC2_DONE = 0, 8, 16
 """Words of a counter bank: next claim, CTAs whose tokens are staged, finished fc2 tiles; each in its own sector."""
@@ -279,12 +282,8 @@ def token_warp(
         mine = rows_at + slot * (widest * 4 * cfg.row_words)
         if kind != END:
             if gave_up == 0:
-                if kind == FC2:
-                    gave_up = wait_at_least(
-                        ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
-                    )
-                elif const_expr(row_pieces > 0):
-                    # Lane l waits for the l-th 32-row block of the pool that the tile touches.
+                if const_expr(row_pieces > 0):
+                    # Lane l waits for the l-th 32-row block of the pool that the tile touches (in fc2: for its meta).
                     block = row0 // POOL_BLOCK_ROWS + lane
                     first = block * POOL_BLOCK_ROWS
                     if first < row0 + valid:
@@ -297,23 +296,28 @@ def token_warp(
                 elif staged == 0:
                     gave_up = wait_at_least(bank + STAGED * 4, staging_ctas, control, ranks, SITE_STAGED, 0)
                     staged = Int32(1)
-            j = lane
-            while j < valid:
-                row = Int64(row0 + j)
-                if kind == FC2:
-                    # After a failure nothing says whose rows these are: they go to a row of this rank.
-                    source, route = ptx.ldg_pair_if(pool_meta + row * 8, Int32(1) - gave_up)
-                    word = route
-                    if const_expr(ranks > 1):
-                        source = source if gave_up == 0 else ptx.lds32(control + RANK)
-                        word = route + source * (1 << COUNT_BITS)
-                    ptx.sts32(mine + j * 4, word)
-                else:
-                    if const_expr(layer.activation_mode == "bf16"):
-                        ptx.sts32(mine + j * 4, ptx.ldg32(row_scale + row * 4))
-                    if const_expr(layer.weigh_before_requant):
-                        ptx.sts32(mine + (widest + j) * 4, ptx.ldg32(row_weight + row * 4))
-                j = j + 32
+            for part in cutlass.range_constexpr(-(-widest // 32)):
+                j = lane + part * 32
+                if j < valid:
+                    row = Int64(row0 + j)
+                    if kind == FC2:
+                        # After a failure nothing says whose rows these are: they go to a row of this rank.
+                        source, route = ptx.ldg_pair_if(pool_meta + row * 8, Int32(1) - gave_up)
+                        word = route
+                        if const_expr(ranks > 1):
+                            source = source if gave_up == 0 else ptx.lds32(control + RANK)
+                            word = route + source * (1 << COUNT_BITS)
+                        ptx.sts32(mine + j * 4, word)
+                    else:
+                        if const_expr(layer.activation_mode == "bf16"):
+                            ptx.sts32(mine + j * 4, ptx.ldg32(row_scale + row * 4))
+                        if const_expr(layer.weigh_before_requant):
+                            ptx.sts32(mine + (widest + j) * 4, ptx.ldg32(row_weight + row * 4))
+            if kind == FC2:
+                if gave_up == 0:
+                    gave_up = wait_at_least(
+                        ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
+                    )
             ptx.fence_proxy_async()
             cute.arch.sync_warp()
         for v in cutlass.range_constexpr(len(tile.token_widths) * 2):
@@ -349,16 +353,37 @@ def token_warp(
 
 
 @cute.jit
-def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, give_back: cutlass.Constexpr, context: tuple, lane):
+def release_warp(
+    cfg,
+    bars,
+    info: Int32,
+    bank: Int64,
+    ready: Int64,
+    rows_of: cutlass.Constexpr,
+    give_back: cutlass.Constexpr,
+    context: tuple,
+    lane,
+):
     """R: publishes finished tiles, so that no math warp waits for a release.
 
-    `give_back(cfg, *context, expert, row0, valid, lane)` announces the result rows of an fc2 tile to other ranks; None
-    where there are none.
+    With several ranks `rows_of(cfg, *context, expert, row0, valid, lane)` counts the result rows of an fc2 tile for this
+    lane's rank, and `give_back(cfg, *context, rows, lane)` announces them; None and None for one rank. Announcing costs a fence of the whole system, so it is done when no further tile is finished, or for
+    MOST_UNANNOUNCED tiles at once. Nothing is left at the end: the entry that ends the list is never a finished tile.
     """
     _wfull, _wempty, _tfull, _tempty, ifull, iempty, done = bars
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(FC1)
+    rows = Int32(0)
+    unannounced = Int32(0)
     while kind != END:
+        if const_expr(give_back is not None):
+            if unannounced > 0:
+                next_is_done = ptx.barrier_is_done(Int32((ifull + slot).toint()), slot_phase)
+                next_is_done = next_is_done & ptx.barrier_is_done(Int32((done + slot).toint()), slot_phase)
+                if ptx.broadcast_lane0(next_is_done) == 0 or unannounced == MOST_UNANNOUNCED:
+                    give_back(cfg, *context, rows, lane)
+                    rows = Int32(0)
+                    unannounced = Int32(0)
         cute.arch.mbarrier_wait(ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
         kind = ptx.lds32(entry)
@@ -367,17 +392,18 @@ def release_warp(cfg, bars, info: Int32, bank: Int64, ready: Int64, give_back: c
         if kind != END:
             cute.arch.mbarrier_wait(done + slot, slot_phase)
         cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
+        if lane == 0:
+            cute.arch.mbarrier_arrive(iempty + slot)
         if kind == FC1:
             if lane == 0:
                 ptx.fence_proxy_async()
                 ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
         elif kind == FC2:
             if const_expr(give_back is not None):
-                give_back(cfg, *context, expert, row0, valid, lane)
+                rows = rows + rows_of(cfg, *context, expert, row0, valid, lane)
+                unannounced = unannounced + 1
             elif lane == 0:
                 ptx.flag_add_release_gpu(bank + FC2_DONE * 4, 1)
-        if lane == 0:
-            cute.arch.mbarrier_arrive(iempty + slot)
         slot = slot + 1
         if slot == RING_SLOTS:
             slot = Int32(0)
