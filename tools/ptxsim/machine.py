@@ -202,6 +202,8 @@ class Cta:
         found = owner.mbarriers.get(offset)
         if found is None:
             raise BarrierError(f"no mbarrier was initialised at {offset:#x} of {owner.name}")
+        if user is None and not any(warp.running for warp in owner.warps):
+            raise BarrierError(f"{found.name}: asynchronous work arrives after its CTA has left")
         if not self.machine.order.enabled:
             return found
         if user is None:

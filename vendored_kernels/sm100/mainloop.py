@@ -405,12 +405,6 @@ def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
         if slot == RING_SLOTS:
             slot = Int32(0)
             slot_phase = slot_phase ^ 1
-    for _ in cutlass.range_constexpr(cfg.accumulator_pairs):  # the epilogue has handed back every accumulator
-        cute.arch.mbarrier_wait(aempty + pair, pair_phase)
-        pair = pair + 1
-        if pair == cfg.accumulator_pairs:
-            pair = Int32(0)
-            pair_phase = pair_phase ^ 1
 
 
 @cute.jit
