@@ -3,7 +3,8 @@
 
 DIR holds objects compiled with their PTX and cubin kept. Per kernel: no stack, no local memory, no serialised wgmma, no
 extra uniform moves in the main loop (SASS); acquire, release and proxy fences where the memory-order table of
-`vendored_kernels/sm90/kernel.py` wants them, no approximation that docs/numerics.md forbids (PTX). Needs `cuobjdump`
+`vendored_kernels/sm90/kernel.py` wants them, no approximation that docs/numerics.md forbids (PTX). Blackwell kernels:
+see check_blackwell.py. Needs `cuobjdump`
 and `nvdisasm` (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm).
 """
 
@@ -19,6 +20,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tools.check_blackwell import check_blackwell
 
 WINDOW = 40
 """PTX lines between a fence and the release that it belongs to (the branch of the one releasing thread included)."""
@@ -151,6 +157,8 @@ def check_kernel(facts_file: Path, cuobjdump: str) -> list[str]:
     ptx, cubin = facts_file.with_suffix(".ptx"), facts_file.with_suffix(".cubin")
     if not ptx.is_file() or not cubin.is_file():
         return ["PTX or cubin missing: compile with the intermediates kept"]
+    if facts["arch"] != "sm_90a":
+        return check_blackwell(ptx.read_text(), *sass_lines(cubin, cuobjdump), facts)
     exchange = facts["layer"]["ep_size"] > 1
     return check_sass(*sass_lines(cubin, cuobjdump), facts) + lint_ptx(ptx.read_text(), exchange)
 

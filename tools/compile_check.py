@@ -4,7 +4,8 @@
     python tools/compile_check.py OUT_DIR [--all] [--jobs N]
 
 Without `--all` a set that covers every axis once: each tile configuration, both activation modes, each wire, clamp and
-score placement, each preset's shape. With it: every kernel that any preset can launch at EP 8. Objects, PTX and cubins
+score placement, each preset's shape. With it: every kernel that any preset can launch at EP 8. For Blackwell both
+targets, one rank's experts as a layer of its own: each token block once, or with `--all` all. Objects, PTX and cubins
 stay in OUT_DIR; `tools/check_kernels.py` judges them. Needs the DSL, a C compiler and cuobjdump.
 """
 
@@ -14,7 +15,8 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from itertools import product
+from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -22,10 +24,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tools.check_kernels import check_kernel, find_cuobjdump
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
-from trtllm_megamoe.kernels import hopper
+from trtllm_megamoe.kernels import blackwell, hopper
 from trtllm_megamoe.presets import PRESETS, ModelShape
+from vendored_kernels import registry
 from vendored_kernels.compile import compile_configs
 from vendored_kernels.sm90.config import KernelConfig
+from vendored_kernels.sm100.config import TILES as BLACKWELL_TILES
+from vendored_kernels.sm100.config import KernelConfig as Sm100Config
 
 EP_SIZE = 8
 CAP = 8192
@@ -66,6 +71,40 @@ def covering_kernels() -> Iterator[KernelConfig]:
             yield kernel
 
 
+def every_blackwell_kernel() -> Iterator[Sm100Config]:
+    """Every preset's share of EP 8, wire and token block."""
+    for model, wire in product(PRESETS.values(), CombineFormat):
+        share = replace(model, num_experts=model.num_experts // EP_SIZE)
+        config = share.layer_config(max_tokens_per_rank=CAP, combine_format=wire)
+        for tile in BLACKWELL_TILES.values():
+            yield Sm100Config(blackwell.layer_spec(config, 1), tile)
+
+
+def covering_blackwell_kernels() -> Iterator[Sm100Config]:
+    """Each token block with each wire, over changing presets."""
+    wanted = set(product(BLACKWELL_TILES, (wire.value for wire in CombineFormat)))
+    shapes: dict[tuple[int, int], int] = {}
+    by_pair: dict[tuple[str, str], list[Sm100Config]] = {}
+    for kernel in every_blackwell_kernel():
+        by_pair.setdefault((kernel.tile.name, kernel.layer.combine_format), []).append(kernel)
+    for pair in sorted(wanted):  # the shape that has been taken least so far
+        kernel = min(by_pair[pair], key=lambda k: shapes.get((k.layer.hidden_size, k.layer.intermediate_size), 0))
+        shape = (kernel.layer.hidden_size, kernel.layer.intermediate_size)
+        shapes[shape] = shapes.get(shape, 0) + 1
+        yield kernel
+
+
+def wanted_kernels(every: bool) -> list[tuple[str, registry.KernelConfig]]:
+    """(target, kernel) of a run; a covering set takes the two Blackwell targets in turn."""
+    out: list[tuple[str, registry.KernelConfig]] = []
+    if every:
+        out += [(hopper.ARCH, kernel) for kernel in every_kernel()]
+        out += list(product(blackwell.ARCHS, every_blackwell_kernel()))
+        return out
+    out += [(hopper.ARCH, kernel) for kernel in covering_kernels()]
+    return out + list(zip(cycle(blackwell.ARCHS), covering_blackwell_kernels()))
+
+
 def main() -> int:
     """Exit code 1 when any kernel has a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -73,24 +112,27 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every shipped kernel, not only a covering set")
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at a time")
     arguments = parser.parse_args()
-    kernels = list(every_kernel() if arguments.all else covering_kernels())
+    kernels = wanted_kernels(arguments.all)
     started = time.time()
-    print(f"compiling {len(kernels)} kernels for {hopper.ARCH}", flush=True)
-    paths = compile_configs(
-        hopper.ARCH,
-        kernels,
-        arguments.out_dir,
-        jobs=arguments.jobs,
-        keep_intermediates=True,
-        progress=lambda key, state: print(f"{state} {key}", flush=True),
-    )
+    paths: list[Path] = []
+    for arch in registry.ARCHITECTURES:
+        configs = [kernel for target, kernel in kernels if target == arch]
+        print(f"compiling {len(configs)} kernels for {arch}", flush=True)
+        paths += compile_configs(
+            arch,
+            configs,
+            arguments.out_dir,
+            jobs=arguments.jobs,
+            keep_intermediates=True,
+            progress=lambda key, state: print(f"{state} {key}", flush=True),
+        )
     cuobjdump = find_cuobjdump()
     num_faulty = 0
-    for kernel, path in zip(kernels, paths, strict=True):
+    for path in paths:
         faults = check_kernel(path.with_suffix(".json"), cuobjdump)
         if faults:
             num_faulty += 1
-            print(f"FAULT {hopper.kernel_name(kernel)}: {'; '.join(faults)}", flush=True)
+            print(f"FAULT {path.stem}: {'; '.join(faults)}", flush=True)
     passed = len(kernels) - num_faulty
     print(f"compile-check: {passed} passed, {num_faulty} failed in {time.time() - started:.0f} s", flush=True)
     return 1 if num_faulty else 0

@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 
 from . import registry
-from .sm90.config import TILES, KernelConfig, LayerSpec
+from .sm90.config import TILES, LayerSpec
+from .sm90.config import KernelConfig as HopperConfig
 
 
 class KernelCompileError(RuntimeError):
@@ -49,7 +50,7 @@ def compile_kernels(
     force: bool = False,
     keep_intermediates: bool = False,
 ) -> list[Path]:
-    """Compile the kernels of one layer; what is in `out_dir` already is kept.
+    """Compile the Hopper kernels of one layer; what is in `out_dir` already is kept.
 
     Args:
         arch: one of `registry.ARCHITECTURES`.
@@ -68,7 +69,7 @@ def compile_kernels(
         KernelCompileError: DSL or compiler missing, or a kernel failed; finished objects stay.
         KernelConfigError: the layer or a tile configuration is not legal.
     """
-    configs = [KernelConfig(layer, TILES[name]) for name in tile_names]
+    configs = [HopperConfig(layer, TILES[name]) for name in tile_names]
     return compile_configs(
         arch, configs, out_dir, progress=progress, jobs=jobs, force=force, keep_intermediates=keep_intermediates
     )
@@ -76,7 +77,7 @@ def compile_kernels(
 
 def compile_configs(
     arch: str,
-    configs: Sequence[KernelConfig],
+    configs: Sequence[registry.KernelConfig],
     out_dir: Path,
     *,
     progress: Callable[[str, str], None] | None = None,
@@ -84,14 +85,14 @@ def compile_configs(
     force: bool = False,
     keep_intermediates: bool = False,
 ) -> list[Path]:
-    """`compile_kernels` for configurations of any layers."""
+    """`compile_kernels` for configurations of any layers, of the family that `arch` belongs to."""
     if arch not in registry.ARCHITECTURES:
         raise KernelCompileError(
             f"architecture {arch!r} is not supported; allowed: {', '.join(registry.ARCHITECTURES)}"
         )
     check_compiler()
 
-    def build(config: KernelConfig) -> Path:
+    def build(config: registry.KernelConfig) -> Path:
         path = registry.object_path(config, arch, out_dir)
         if path.is_file() and not force:
             state = "cached"
@@ -106,7 +107,7 @@ def compile_configs(
         return list(pool.map(build, configs))
 
 
-def _run_compiler(config: KernelConfig, arch: str, out_dir: Path, keep: bool) -> None:
+def _run_compiler(config: registry.KernelConfig, arch: str, out_dir: Path, keep: bool) -> None:
     request = {**config.facts(), "arch": arch, "out_dir": str(out_dir), "keep": keep}
     root = str(Path(__file__).parent.parent)
     env = {**os.environ, "CUTE_DSL_ARCH": arch}

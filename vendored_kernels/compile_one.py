@@ -34,6 +34,27 @@ def c_compiler() -> list[str]:
     return [sys.executable, "-m", "ziglang", "cc"]
 
 
+def _hopper(request: dict) -> tuple:
+    """Configuration, kernel, and its numbers of 64-bit and 32-bit arguments."""
+    from vendored_kernels.launch import ADDRESSES, NUMBERS
+    from vendored_kernels.sm90.config import KernelConfig, LayerSpec, TileConfig
+    from vendored_kernels.sm90.kernel import Sm90MegaMoeNvfp4Kernel
+
+    tile = {**request["tile"], "token_widths": tuple(request["tile"]["token_widths"])}
+    config = KernelConfig(LayerSpec(**request["layer"]), TileConfig(**tile), request["all_ranks"])
+    return config, Sm90MegaMoeNvfp4Kernel(config), len(ADDRESSES), len(NUMBERS)
+
+
+def _blackwell(request: dict) -> tuple:
+    """The same for sm_100a and sm_103a."""
+    from vendored_kernels.sm90.config import LayerSpec
+    from vendored_kernels.sm100.config import ADDRESSES, NUMBERS, KernelConfig, TileConfig
+    from vendored_kernels.sm100.kernel import Sm100MegaMoeNvfp4Kernel
+
+    config = KernelConfig(LayerSpec(**request["layer"]), TileConfig(**request["tile"]))
+    return config, Sm100MegaMoeNvfp4Kernel(config), len(ADDRESSES), len(NUMBERS)
+
+
 def compile_object(request: dict) -> None:
     """Trace, compile, link, and move the finished files into place."""
     os.environ["CUTE_DSL_ARCH"] = request["arch"]
@@ -50,20 +71,16 @@ def compile_object(request: dict) -> None:
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from vendored_kernels import registry
-        from vendored_kernels.launch import ADDRESSES, NUMBERS
-        from vendored_kernels.sm90.config import KernelConfig, LayerSpec, TileConfig
-        from vendored_kernels.sm90.kernel import Sm90MegaMoeNvfp4Kernel
 
-        tile = {**request["tile"], "token_widths": tuple(request["tile"]["token_widths"])}
-        config = KernelConfig(LayerSpec(**request["layer"]), TileConfig(**tile), request["all_ranks"])
+        config, kernel, num_addresses, num_numbers = (_hopper if request["arch"] == "sm_90a" else _blackwell)(request)
         key = registry.kernel_key(config, request["arch"])
         symbol = key.replace("-", "_")
         anchor = make_fake_compact_tensor(Uint8, (cute.sym_int(),), assumed_align=16)
         compiled = cute.compile(
-            Sm90MegaMoeNvfp4Kernel(config),
+            kernel,
             anchor,
-            *[Int64(0)] * len(ADDRESSES),
-            *[Int32(0)] * len(NUMBERS),
+            *[Int64(0)] * num_addresses,
+            *[Int32(0)] * num_numbers,
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options="--enable-tvm-ffi",
         )

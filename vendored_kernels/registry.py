@@ -13,16 +13,49 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .sm90.config import KernelConfig
+from .sm90.config import LayerSpec
 
 DSL_VERSION = "4.8.1"
 """nvidia-cutlass-dsl version that the kernels are compiled, checked and measured with."""
 
-ARCHITECTURES = ("sm_90a",)
+_HOPPER_SOURCES = ("ptx.py", "compile_one.py", "sm90")
+_BLACKWELL_SOURCES = (
+    "ptx.py",
+    "compile_one.py",
+    "common",
+    "sm100",
+    "sm90/config.py",
+    "sm90/formulas.py",
+    "sm90/sites.py",
+)
+_SOURCES = {"sm_90a": _HOPPER_SOURCES, "sm_100a": _BLACKWELL_SOURCES, "sm_103a": _BLACKWELL_SOURCES}
+ARCHITECTURES = tuple(_SOURCES)
+"""GPU targets. Blackwell kernels (sm_100a, sm_103a) have never run on hardware."""
 
-_SOURCE_FILES = ("ptx.py", "compile_one.py", "sm90")
+
+class Tile(Protocol):
+    """A tile configuration of any family."""
+
+    @property
+    def name(self) -> str:
+        """What users and caches call it."""
+
+
+class KernelConfig(Protocol):
+    """One compiled kernel of any family (`sm90.config`, `sm100.config`)."""
+
+    @property
+    def layer(self) -> LayerSpec:
+        """The layer."""
+
+    @property
+    def tile(self) -> Tile:
+        """How the work is cut."""
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that distinguishes one kernel from another, JSON-ready."""
 
 
 class KernelNotCompiledError(LookupError):
@@ -30,11 +63,11 @@ class KernelNotCompiledError(LookupError):
 
 
 @cache
-def source_digest() -> str:
-    """Hash of every source that can change an object."""
+def source_digest(arch: str = "sm_90a") -> str:
+    """Hash of every source that can change an object for this target."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in _SOURCE_FILES:
+    for name in _SOURCES[arch]:
         path = root / name
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -43,7 +76,7 @@ def source_digest() -> str:
 
 def kernel_facts(config: KernelConfig, arch: str) -> dict[str, Any]:
     """Everything the key covers, JSON-ready."""
-    return {"arch": arch, "dsl": DSL_VERSION, "sources": source_digest(), **config.facts()}
+    return {"arch": arch, "dsl": DSL_VERSION, "sources": source_digest(arch), **config.facts()}
 
 
 def kernel_key(config: KernelConfig, arch: str) -> str:

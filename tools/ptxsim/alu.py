@@ -279,7 +279,11 @@ def _cvt(ins: Instruction, machine: Machine) -> Function:
             if _bits(to) == 64:
                 return a.astype(np.int64) if source.startswith("s") else a.astype(np.uint64)
             out = a.astype(np.int32).view(np.uint32) if source.startswith("s") else a.astype(np.uint32)
-            return out & np.uint32(0xFFFF) if _bits(to) == 16 else out & np.uint32(0xFF) if to.endswith("8") else out
+            if to == "s8":
+                out = out.astype(np.int8).astype(np.int32).view(np.uint32)
+            elif to == "u8":
+                out = out & np.uint32(0xFF)
+            return out & np.uint32(0xFFFF) if _bits(to) == 16 or to.endswith("8") else out
 
         return _apply(ins, machine, [source], widen)
     raise UnsupportedInstruction(ins.text)
@@ -320,12 +324,20 @@ def compile_alu(ins: Instruction, machine: Machine) -> Function | None:
         return _apply(ins, machine, ["pred"] * (len(ins.operands) - 1), fns[base]) if base in fns else None
     if kind not in _INTEGERS:
         return None
-    return _integer(ins, machine, base, kind)
+    found = _integer(ins, machine, base, kind)
+    if found is None or _bits(kind) != 16 or ins.has("wide"):
+        return found
+
+    def narrow(w: Warp, m: Mask) -> None:
+        found(w, m)
+        w.registers[ins.operands[0]] = w.registers[ins.operands[0]] & np.uint32(0xFFFF)
+
+    return narrow
 
 
 def _integer(ins: Instruction, machine: Machine, base: str, kind: str) -> Function | None:
     if base in ("mul", "mad") and ins.has("wide"):
-        wide = np.int64 if kind == "s32" else np.uint64
+        wide: Any = {"s32": np.int64, "u32": np.uint64, "s16": np.int32, "u16": np.uint32}[kind]
         if base == "mul":
             return _apply(ins, machine, [kind, kind], lambda a, b: a.astype(wide) * b.astype(wide))
         return _apply(

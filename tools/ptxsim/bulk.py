@@ -15,7 +15,7 @@ import numpy as np
 
 from .errors import SimError, UnsupportedInstruction
 from .machine import AsyncWork, Cta, Machine, Mask, TensorMap, Warp
-from .memory import CTA_SHIFT, GLOBAL_BASE
+from .memory import CTA_SHIFT, GLOBAL_BASE, POISON
 from .operands import PARAM_SHIFT, PARAM_SPACE, address, lanes, value
 from .order import ASYNC_GLOBAL, ASYNC_SHARED, GENERIC, Events, event
 from .parse import Instruction
@@ -84,8 +84,8 @@ def _bulk_load(ins: Instruction, machine: Machine) -> Function:
     return run
 
 
-def _box(machine: Machine, tensor: TensorMap, x: int, y: int) -> tuple[Any, Any]:
-    """Bytes of one box (zero outside) and the global byte indices that were read."""
+def _box(machine: Machine, tensor: TensorMap, x: int, y: int) -> tuple[Any, Any, Any]:
+    """Bytes of one box (zero outside), the global byte index of each, and which lie inside."""
     first = x * tensor.bits // 8
     columns = first + np.arange(tensor.box_bytes)
     rows = y + np.arange(tensor.box_rows)
@@ -95,7 +95,7 @@ def _box(machine: Machine, tensor: TensorMap, x: int, y: int) -> tuple[Any, Any]
     out[inside] = machine.memory.data[index[inside]]
     if not machine.memory.mapped[index[inside]].all():
         raise SimError("tensor map reaches beyond its buffer")
-    return out, index[inside]
+    return out, index, inside
 
 
 def _tensor_load(ins: Instruction, machine: Machine) -> Function:
@@ -124,7 +124,7 @@ def _tensor_load(ins: Instruction, machine: Machine) -> Function:
         views = w.views.copy()
 
         def copy() -> None:
-            data, read = _box(machine, tensor, x, y)
+            data, index, inside = _box(machine, tensor, x, y)
             offset = to + np.arange(data.size)
             if tensor.swizzle:
                 if to % 1024 or data.shape[1] != 128:
@@ -133,7 +133,11 @@ def _tensor_load(ins: Instruction, machine: Machine) -> Function:
             elif to % 128:
                 raise SimError("a box must start at a multiple of 128 bytes")
             mark = w.cta.mbarrier(bar, views=views).landing_event()
-            machine.order.read(machine.memory.record, read, views, ASYNC_GLOBAL, mark)
+            memory = machine.memory
+            racy = inside & memory.racy[np.where(inside, index, 0)]
+            stale = machine.order.unordered(memory.record, index[racy], views, ASYNC_GLOBAL)
+            data[racy] = np.where(stale, POISON, data[racy])
+            machine.order.read(memory.record, index[inside & ~racy], views, ASYNC_GLOBAL, mark)
             _land(machine, w.cta, to, data.reshape(-1), offset, bar, views)
 
         machine.async_work.append(AsyncWork(ins.opcode, [copy]))

@@ -18,6 +18,7 @@ import torch
 
 from trtllm_megamoe.weights.layout_base import ExpertBulk
 from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
+from trtllm_megamoe.weights.layout_sm100 import Sm100Layout
 from trtllm_megamoe.weights.spec import LayerShape
 
 from .machine import TensorMap
@@ -112,12 +113,12 @@ class _Operands:
         self.memory = GlobalMemory(memory_bytes)
         self.values: dict[str, int | TensorMap] = {}
 
-    def add(self, name: str, contents: torch.Tensor | int) -> int:
+    def add(self, name: str, contents: torch.Tensor | int, *, racy: bool = False) -> int:
         if isinstance(contents, torch.Tensor):
             raw = contents.contiguous().view(-1).view(torch.uint8).numpy()
             at = self.memory.add(name, raw if raw.size else 16)
         else:
-            at = self.memory.add(name, contents)
+            at = self.memory.add(name, contents, racy=racy)
         self.values[name] = at
         return at
 
@@ -167,9 +168,9 @@ def run_sm90(
     n = tile["token_widths"]
     for i, width in enumerate(n):
         for name, buffer, columns in (("pool", "pool", hidden), ("h", "h", inter)):
-            at = ops.values[buffer]
-            assert isinstance(at, int)
-            ops.values[f"map{i}_{name}"] = TensorMap(at, rows, 2 * columns, 2 * columns, width, 128, 16, True)
+            ops.values[f"map{i}_{name}"] = TensorMap(
+                _at(ops, buffer), rows, 2 * columns, 2 * columns, width, 128, 16, True
+            )
             ops.values[f"map{i}_{name}_rows"] = rows
     ops.values |= {
         "timeout_ns": timeout_ns,
@@ -184,6 +185,88 @@ def run_sm90(
         "pool": ops.tensor("pool", torch.float16, rows, hidden),
     }
     return _results(ops, layer, count, buffers, report)
+
+
+def run_sm100(
+    kernel: KernelFile,
+    tensors: Tensors,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    grid: int = 2,
+    seed: int = 0,
+    launches: int = 1,
+    check_order: bool = True,
+    fault_ctas: int = 0,
+    timeout_ns: int = TIMEOUT_NS,
+    max_rounds: int = 20000,
+    patience: int = PATIENCE,
+) -> LayerRun:
+    """One Blackwell layer of one rank; arguments and results as :func:`run_sm90`.
+
+    `buffers` holds pool and fc1 output as codes, one a byte, and their scales by row and block.
+    """
+    layer, tile = kernel.facts["layer"], kernel.facts["tile"]
+    experts, hidden, inter, top_k = (
+        layer[n] for n in ("num_local_experts", "hidden_size", "intermediate_size", "top_k")
+    )
+    count, n = x.shape[0], tile["tokens"]
+    rows = -(-(count * top_k + experts * 127) // 128) * 128
+    ops = _Operands(1 << 22)
+    packed = pack(tensors, experts, Sm100Layout(), LayerShape(hidden, inter, experts, top_k))
+    for name, buffer in (("w1_codes", "fc1_codes"), ("w1_scales", "fc1_scales")):
+        ops.add(name, packed[buffer])
+    for name, buffer in (("w2_codes", "fc2_codes"), ("w2_scales", "fc2_scales")):
+        ops.add(name, packed[buffer])
+    ops.add("scales", scale_table(tensors, experts, "nvfp4", 0))
+    _add_common(ops, layer, x, ids, weights, rows)
+    ops.add("row_weight", rows * 4)
+    atoms = {"pool": -(-hidden // 64), "h": -(-inter // 64)}
+    for name, columns in (("pool", hidden), ("h", inter)):
+        ops.add(name, rows * columns // 2, racy=name == "h")  # a box may reach into the next expert's rows
+        ops.add(f"{name}_scales", rows // 128 * atoms[name] * 512, racy=True)
+    words = -(-count * top_k // 8) + experts
+    ops.add("ready", torch.zeros(2 * words, dtype=torch.int32))
+    for name, matrix, matrix_rows, columns in (
+        ("w1", "w1_codes", experts * 2 * inter, hidden),
+        ("w2", "w2_codes", experts * hidden, inter),
+        ("pool", "pool", rows, hidden),
+        ("h", "h", rows, inter),
+    ):
+        box = 128 if name in ("w1", "w2") else n
+        bytes_ = columns // 2
+        ops.values[f"map_{name}"] = TensorMap(_at(ops, matrix), matrix_rows, bytes_, bytes_, box, 128, 4, True)
+        width = -(-columns // 64) * 512
+        per_expert = {"w1": 2 * inter, "w2": hidden}
+        blocks = experts * -(-per_expert[name] // 128) if name in per_expert else rows // 128
+        height = 1 if name in per_expert else -(-n // 128)
+        at = _at(ops, f"{name}_scales")
+        ops.values[f"map_{name}_scales"] = TensorMap(at, blocks, width, width, height, 2048, 64, False)
+    ops.values |= {
+        "mma": 0,
+        "pool_rows": rows,
+        "pool_blocks": rows // 128,
+        "timeout_ns": timeout_ns,
+        "ready_words": words,
+        "ids_are_64": int(ids.dtype == torch.int64),
+        "fault_ctas": fault_ctas,
+        "lag": 2,
+    }
+    report = _launch(kernel, ops, grid, 1, seed, launches, check_order, max_rounds, patience)
+    buffers = {}
+    for name, columns in (("pool", hidden), ("h", inter)):
+        codes = ops.tensor(name, torch.uint8, rows, columns // 2)
+        buffers[name] = torch.stack((codes & 15, codes >> 4), -1).reshape(rows, columns)
+        raw = ops.tensor(f"{name}_scales", torch.uint8, rows // 128, atoms[name], 32, 4, 4)
+        buffers[f"{name}_scales"] = raw.permute(0, 3, 2, 1, 4).reshape(rows, 4 * atoms[name])
+    return _results(ops, layer, count, buffers, report)
+
+
+def _at(ops: _Operands, name: str) -> int:
+    found = ops.values[name]
+    assert isinstance(found, int)
+    return found
 
 
 def _add_common(

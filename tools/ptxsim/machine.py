@@ -179,8 +179,10 @@ class Cta:
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.shared_flags: dict[int, Flag] = {}
-        self.tensor_core = machine.components.new(f"tensor core of {self.name}")
+        self.tensor_core = machine.components.new(f"tensor core of {self.name}", asynchronous=True)
+        self.scale_copies = machine.components.new(f"scale copies of {self.name}", asynchronous=True)
         self.tensor_number = 0
+        self.copy_number = 0
         vector = machine.components.vector
         self.warps = [Warp(self, i, vector(), machine.components) for i in range(num_warps)]
 
@@ -200,6 +202,8 @@ class Cta:
         found = owner.mbarriers.get(offset)
         if found is None:
             raise BarrierError(f"no mbarrier was initialised at {offset:#x} of {owner.name}")
+        if user is None and not any(warp.running for warp in owner.warps):
+            raise BarrierError(f"{found.name}: asynchronous work arrives after its CTA has left")
         if not self.machine.order.enabled:
             return found
         if user is None:
@@ -247,7 +251,7 @@ class Machine:
         self.grid, self.cluster_size = grid, cluster_size
         self.rng = np.random.default_rng(seed)
         warps = len(arguments) * grid * program.threads // LANES
-        self.components = Components(2 + 5 * warps + len(arguments) * grid * 161)
+        self.components = Components(2 + 5 * warps + len(arguments) * grid * 162)
         self.order = Order(self.components, check_order)
         self.flags: dict[int, Flag] = {}
         self.async_work: list[AsyncWork] = []
@@ -261,7 +265,9 @@ class Machine:
         ]
         self.ctas = [cta for ctas in self.by_rank for cta in ctas]
         self.warps = [warp for cta in self.ctas for warp in cta.warps]
-        self.tensor_queues: dict[int, list[Callable[[], None]]] = {cta.tensor_core: [] for cta in self.ctas}
+        self.tensor_queues: dict[int, list[tuple[Callable[[], None], bool]]] = {
+            cta.tensor_core: [] for cta in self.ctas
+        }
         memory.begin_launch()
 
     def flag(self, address: int) -> Flag:

@@ -32,13 +32,18 @@ class GlobalMemory:
     def __init__(self, capacity: int = 1 << 22) -> None:
         self.data: Bytes = np.full(capacity, POISON, np.uint8)
         self.mapped = np.zeros(capacity, bool)
-        self.record = Record(0, "global memory")
+        self.racy = np.zeros(capacity, bool)
+        self.record = Record(0, self.name_of)
         self._names: list[str] = []
         self._starts: list[int] = []
         self._end = GUARD_BYTES
 
-    def add(self, name: str, contents: NDArray[Any] | int) -> int:
-        """A buffer with these contents, or of so many poisoned bytes; returns its address."""
+    def add(self, name: str, contents: NDArray[Any] | int, *, racy: bool = False) -> int:
+        """A buffer with these contents, or of so many poisoned bytes; returns its address.
+
+        `racy`: a tensor load may touch bytes that others are writing (scale atoms hold rows of several tiles); such a
+        byte arrives as poison, so that using it shows.
+        """
         size = contents if isinstance(contents, int) else contents.nbytes
         start = self._end
         self._end = -(-(start + size + GUARD_BYTES) // 256) * 256
@@ -47,6 +52,7 @@ class GlobalMemory:
         if not isinstance(contents, int):
             self.data[start : start + size] = np.ascontiguousarray(contents).reshape(-1).view(np.uint8)
         self.mapped[start : start + size] = True
+        self.racy[start : start + size] = racy
         self._names.append(name)
         self._starts.append(start)
         return GLOBAL_BASE + start
@@ -59,13 +65,16 @@ class GlobalMemory:
 
     def begin_launch(self) -> None:
         """Stream order: everything before is visible."""
-        self.record = Record(self._end, "global memory")
+        self.record = Record(self._end, self.name_of)
 
     def locate(self, address: int) -> str:
         """`buffer+offset` for messages."""
-        offset = address - GLOBAL_BASE
+        return self.name_of(address - GLOBAL_BASE)
+
+    def name_of(self, offset: int) -> str:
+        """`buffer+offset` of a byte of this memory."""
         i = bisect_right(self._starts, offset) - 1
-        return f"{self._names[i]}+{offset - self._starts[i]:#x}" if i >= 0 else hex(address)
+        return f"{self._names[i]}+{offset - self._starts[i]:#x}" if i >= 0 else hex(offset)
 
     def index(self, addresses: NDArray[Any], size: int) -> Any:
         """(n, size) byte indices of n aligned accesses.
@@ -91,7 +100,7 @@ class SharedMemory:
 
     def __init__(self, name: str) -> None:
         self.data: Bytes = np.full(SHARED_BYTES, POISON, np.uint8)
-        self.record = Record(SHARED_BYTES, f"shared memory of {name}")
+        self.record = Record(SHARED_BYTES, lambda byte: f"shared memory of {name}+{byte:#x}")
 
     def index(self, addresses: NDArray[Any], size: int) -> Any:
         """(n, size) byte indices of n aligned accesses by addresses of this CTA."""
@@ -108,7 +117,7 @@ class TensorMemory:
 
     def __init__(self, name: str) -> None:
         self.data = np.full((TMEM_LANES, TMEM_COLUMNS), 0xFFFFFFFF, np.uint32)
-        self.record = Record(4 * TMEM_COLUMNS, f"TMEM of {name}")
+        self.record = Record(4 * TMEM_COLUMNS, lambda i: f"TMEM column {i % TMEM_COLUMNS} of {name}")
         self.columns = 0
         self.ever = False
         self.permit = True

@@ -89,6 +89,8 @@ def value(text: str, kind: str, machine: Machine) -> Value:
     special = _special(text, machine)
     if special is not None:
         return lambda w: special(w).view(dtype)
+    if kind in ("s16", "s8"):  # 16-bit registers hold zeros above their 16 bits
+        return lambda w: w.registers[text].astype(np.uint16).view(np.int16).astype(np.int32)
     if dtype in (np.int32, np.float32, np.int64, np.float64):
         return lambda w: w.registers[text].view(dtype)
     return lambda w: w.registers[text]

@@ -16,6 +16,7 @@ against each other. Scopes: a release and an acquire meet only if each one's sco
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,13 @@ class Components:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.names: list[str] = ["nobody"]
+        self.asynchronous = np.zeros(capacity, bool)
 
-    def new(self, name: str) -> int:
-        """A fresh component."""
+    def new(self, name: str, *, asynchronous: bool = False) -> int:
+        """A fresh component; `asynchronous` marks the clocks of copies and tensor cores."""
         if len(self.names) == self.capacity:
             raise OrderError("too many clocks: raise the capacity")
+        self.asynchronous[len(self.names)] = asynchronous
         self.names.append(name)
         return len(self.names) - 1
 
@@ -60,15 +63,10 @@ class Components:
 class Record:
     """Last write and last read of every byte (or TMEM column) of one memory."""
 
-    def __init__(self, size: int, name: str) -> None:
-        self.name = name
+    def __init__(self, size: int, locate: Callable[[int], str]) -> None:
+        self.locate = locate
         self.writes = np.zeros(size, np.int64)
         self.reads = np.zeros(size, np.int64)
-
-    def clear(self) -> None:
-        """A launch boundary orders everything."""
-        self.writes[:] = 0
-        self.reads[:] = 0
 
 
 class Order:
@@ -91,6 +89,11 @@ class Order:
             self._check(record, index, record.reads[index], views, known, mark, "write", "read")
             record.writes[index] = mark
 
+    def unordered(self, record: Record, index: Any, views: Events, view: int) -> Any:
+        """Which of the bytes at `index` were written by something that nothing orders before."""
+        events = record.writes[index]
+        return (views[view][events >> _AGENT_SHIFT] < (events >> 1) & _CLOCK_MASK) & self.enabled
+
     def _check(
         self, record: Record, index: Any, events: Events, views: Events, view: int, mark: int, now: str, before: str
     ) -> None:
@@ -110,7 +113,7 @@ class Order:
             what = "no tcgen05.fence::after_thread_sync lies between"
         else:
             what = "nothing orders the two"
-        raise OrderError(f"{now} of {record.name}+{byte:#x} after a {before} by {self.components.names[agent]}: {what}")
+        raise OrderError(f"{now} of {record.locate(byte)} after a {before} by {self.components.names[agent]}: {what}")
 
 
 class Flag:

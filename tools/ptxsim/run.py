@@ -200,11 +200,13 @@ class Launch:
                 work.remove(item)
         for queue in machine.tensor_queues.values():
             for _ in range(int(rng.integers(0, 1 + len(queue)))):
+                copies = [i for i, (_, is_copy) in enumerate(queue) if is_copy]
+                i = copies[0] if copies and rng.integers(2) else 0  # a scale copy may overtake earlier MMAs
                 try:
-                    queue[0]()
+                    queue[i][0]()
                 except SimError as err:
                     raise type(err)(f"tensor core: {err}") from None
-                queue.pop(0)
+                queue.pop(i)
                 machine.progress = True
 
     def run(self, max_rounds: int, patience: int) -> RunReport:

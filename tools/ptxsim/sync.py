@@ -109,7 +109,9 @@ def _mbarrier(ins: Instruction, machine: Machine) -> Function:
                     raise BarrierError(f"mbarrier at {offset:#x} of {w.cta.name} is misaligned or initialised twice")
                 name = f"mbarrier {offset:#x} of {w.cta.name}"
                 vector = machine.components.vector()
-                w.cta.mbarriers[offset] = Mbarrier(name, int(count(w)[lane]), w, machine.components.new(name), vector)
+                w.cta.mbarriers[offset] = Mbarrier(
+                    name, int(count(w)[lane]), w, machine.components.new(name, asynchronous=True), vector
+                )
             w.tick()
 
         return init

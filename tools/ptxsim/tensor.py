@@ -3,8 +3,8 @@
 
 Operands are decoded from descriptor bits as the PTX manual gives them, not from what a compiler meant. A wgmma is
 executed when issued, but until wait_group its results hold no value and its reads are not ordered before anything.
-tcgen05 work runs late and in order. Sums of one instruction are exact, then rounded to fp32 once; hardware rounds
-differently inside an instruction.
+tcgen05 work runs late; MMAs and commits run in order, a scale copy may overtake earlier MMAs (the manual orders it
+before later ones only). Sums of one instruction are exact, then rounded to fp32 once; hardware rounds inside one, too.
 """
 
 from __future__ import annotations
@@ -102,16 +102,24 @@ def _wgmma_mma(ins: Instruction, machine: Machine, n: int) -> Function:
 
 
 # ----------------------------------------------------------------------------------------------------------- tcgen05
-def _issue(w: Warp, m: Mask, machine: Machine, what: str) -> tuple[int, int, Events]:
-    """One lane issues: lane, sequence number in this tensor core, views of this moment."""
+def _issue(w: Warp, m: Mask, machine: Machine, what: str, *, copy: bool = False) -> tuple[int, int, Events]:
+    """One lane issues: lane, sequence number among this CTA's MMAs or scale copies, views of this moment.
+
+    An MMA follows all earlier MMAs and scale copies; a scale copy follows only what a commit has shown to be over.
+    """
     which = lanes(m)
     if which.size != 1:
         raise SimError(f"{what} by {which.size} lanes: elect one")
-    w.cta.tensor_number += 1
+    cta = w.cta
     views = w.views.copy()
-    views[TENSOR, w.cta.tensor_core] = w.cta.tensor_number
     w.tick()
-    return int(which[0]), w.cta.tensor_number, views
+    if copy:
+        cta.copy_number += 1
+        return int(which[0]), cta.copy_number, views
+    cta.tensor_number += 1
+    views[TENSOR, cta.tensor_core] = cta.tensor_number
+    views[TENSOR, cta.scale_copies] = cta.copy_number
+    return int(which[0]), cta.tensor_number, views
 
 
 def _quarters(column: int, count: int) -> Any:
@@ -120,6 +128,7 @@ def _quarters(column: int, count: int) -> Any:
 
 
 def _commit(ins: Instruction, machine: Machine) -> Function:
+    """The arrival brings the tensor work and the copies it had waited for, but no ordinary access of the issuer."""
     at = address(ins.operands[0], "u32", machine)
     mask = value(ins.operands[1], "b32", machine) if len(ins.operands) > 1 else None
 
@@ -130,15 +139,16 @@ def _commit(ins: Instruction, machine: Machine) -> Function:
         if mask is not None:
             chosen = int(mask(w)[lane])
             targets = [(to & _OFFSET) | r << CTA_SHIFT for r in range(machine.cluster_size) if chosen >> r & 1]
-        core = w.cta.tensor_core
+        core, copies, copied = w.cta.tensor_core, w.cta.scale_copies, w.cta.copy_number
 
         def arrive() -> None:
-            views = machine.components.vector()
+            views = np.where(machine.components.asynchronous, issued, 0)
             views[:SHARED_ROWS, core] = number
+            views[:SHARED_ROWS, copies] = copied
             for target in targets:
                 w.cta.mbarrier(target, views=issued).arrive(1, 0, views)
 
-        machine.tensor_queues[core].append(arrive)
+        machine.tensor_queues[core].append((arrive, False))
 
     return run
 
@@ -150,14 +160,14 @@ def _scale_copy(ins: Instruction, machine: Machine) -> Function:
     to, descriptor = address(ins.operands[0], "u32", machine), value(ins.operands[1], "u64", machine)
 
     def run(w: Warp, m: Mask) -> None:
-        lane, number, views = _issue(w, m, machine, "tcgen05.cp")
+        lane, number, views = _issue(w, m, machine, "tcgen05.cp", copy=True)
         target, desc = int(to(w)[lane]), int(descriptor(w)[lane])
         start, stride = (desc & 0x3FFF) << 4, (desc >> 32 & 0x3FFF) << 4
         if desc >> 61 or target >> 16:
             raise UnsupportedInstruction(f"tcgen05.cp with descriptor {desc:#x} to {target:#x}")
         row = np.arange(32)[:, None]
         index = start + row // 8 * stride + row % 8 * 16 + np.arange(16)[None]
-        mark = event(w.cta.tensor_core, number)
+        mark = event(w.cta.scale_copies, number)
 
         def copy() -> None:
             for cta in w.cta.peers() if two else [w.cta]:
@@ -168,7 +178,7 @@ def _scale_copy(ins: Instruction, machine: Machine) -> Function:
                 for quarter in range(4):
                     cta.tmem.data[32 * quarter : 32 * quarter + 32, target : target + 4] = words
 
-        machine.tensor_queues[w.cta.tensor_core].append(copy)
+        machine.tensor_queues[w.cta.tensor_core].append((copy, True))
         machine.count("scale copy")
 
     return run
@@ -216,7 +226,7 @@ def _mma(ins: Instruction, machine: Machine) -> Function:
                     out = out + cta.tmem.data[:, column : column + n].view(np.float32).astype(np.float64)
                 cta.tmem.data[:, column : column + n] = out.astype(np.float32).view(np.uint32)
 
-        machine.tensor_queues[w.cta.tensor_core].append(multiply)
+        machine.tensor_queues[w.cta.tensor_core].append((multiply, False))
         machine.count("mma")
 
     return run

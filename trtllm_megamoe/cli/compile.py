@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,20 +16,39 @@ from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.cli.explain import find_model, share_of
 from trtllm_megamoe.cli.failure import debug_option
 from trtllm_megamoe.comm import single
+from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
-from trtllm_megamoe.kernels import hopper
+from trtllm_megamoe.kernels import blackwell, hopper
 from trtllm_megamoe.kernels.selection import NO_GPU, environment, select_tactics
 from trtllm_megamoe.kernels.tactics import tactic_space, tile_of
 from trtllm_megamoe.presets import PRESETS
+
+Obtain = Callable[[hopper.Progress], dict[str, Path]]
+"""Gets one kernel's object; reports its name and state."""
 
 H200_SMS = 132
 """Multiprocessors of H100 SXM and H200: they choose between whole and half tiles."""
 
 
+def _blackwell_kernels(
+    arch: str, config: MegaMoeConfig, ep_size: int, ladder: BucketLadder, cache: ObjectCache
+) -> list[Obtain]:
+    """Every token block that any bucket of the ladder takes."""
+    spec = blackwell.layer_spec(config, ep_size)
+    tiles = {tile.name: tile for tile in blackwell.tiles_of_ladder(spec, ladder).values()}
+    return [partial(blackwell.obtain, arch, spec, [tile], cache) for tile in tiles.values()]
+
+
 @click.command("compile", short_help="Compile a model's kernels into the cache; needs no GPU.")
-@click.option("--arch", type=click.Choice([hopper.ARCH]), default=hopper.ARCH, show_default=True, help="GPU target.")
+@click.option(
+    "--arch",
+    type=click.Choice([hopper.ARCH, *blackwell.ARCHS]),
+    default=hopper.ARCH,
+    show_default=True,
+    help="GPU target. Blackwell kernels (sm_100a, sm_103a) are for one rank and have not run on hardware.",
+)
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="Shape of a known model.")
 @click.option("--checkpoint", type=click.Path(exists=True, file_okay=False), help="Shape of a checkpoint directory.")
 @click.option(
@@ -89,11 +110,16 @@ def command(
         model, ep_size = share_of(model, share_of_ep), 1
     cache = ObjectCache(out)
     ladder = BucketLadder.for_cap(max_tokens_per_rank)
-    wanted = []
+    wanted: list[Obtain] = []
     here = environment(NO_GPU, num_sms)
     for wire in wires or (CombineFormat.BF16.value,):
         config = model.layer_config(max_tokens_per_rank=max_tokens_per_rank, combine_format=wire)
         require_eligible(config, ep_size, model.name)
+        if arch != hopper.ARCH:
+            if modes and ActivationMode.NVFP4.value not in modes:
+                raise MegaMoeConfigError(f"{arch} kernels take nvfp4 activations only, --activations asks for {modes}")
+            wanted += _blackwell_kernels(arch, config, ep_size, ladder, cache)
+            continue
         selection = select_tactics(config, ladder.rungs, here, single(), ep_size=ep_size)
         for mode in map(ActivationMode, modes or tuple(ActivationMode)):
             spec = hopper.layer_spec(config, ep_size, mode)
@@ -102,12 +128,13 @@ def command(
             if for_tuning:
                 space = tactic_space(spec, num_sms)
                 tiles += [tile_of(tactic) for rung in ladder.rungs for tactic in space.legal_candidates(rung)]
-            wanted += [(spec, tile) for tile in {tile.name: tile for tile in tiles}.values()]
-    for spec, tile in tqdm(wanted, desc=f"compile {arch}", unit="kernel", disable=None):
+            distinct = {tile.name: tile for tile in tiles}.values()
+            wanted += [partial(hopper.obtain, spec, [tile], cache) for tile in distinct]
+    for obtain in tqdm(wanted, desc=f"compile {arch}", unit="kernel", disable=None):
         started = time.perf_counter()
 
         def report(name: str, state: str, started: float = started) -> None:
             tqdm.write(f"{state:9s} {time.perf_counter() - started:6.1f} s  {name}")
 
-        hopper.obtain(spec, [tile], cache, report)
+        obtain(report)
     click.echo(f"{len(wanted)} kernels for {model.name} ({arch}, EP {ep_size}) in {cache.root}")

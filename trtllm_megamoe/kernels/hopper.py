@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from trtllm_megamoe.buckets import BucketLadder
-from trtllm_megamoe.cache.entry import Entry
 from trtllm_megamoe.cache.keys import ObjectKey
 from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
+from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, ScorePlacement
+from trtllm_megamoe.kernels.objects import get_or_compile
 from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
 from trtllm_megamoe.kernels.tactics import tile_of
 from trtllm_megamoe.tuning.table import ResolvedTactic
@@ -119,7 +119,7 @@ def obtain(
         if tile.name in found:
             continue
         kernel = KernelConfig(spec, tile)
-        entry, state = _get_or_compile(kernel, cache)
+        entry, state = get_or_compile(ARCH, kernel, object_key(kernel), cache)
         found[tile.name] = entry.directory
         if progress is not None:
             progress(kernel_name(kernel), state)
@@ -146,24 +146,3 @@ def object_key(kernel: KernelConfig) -> ObjectKey:
         geometry=facts["layer"],
         tactic={**facts["tile"], "all_ranks": facts["all_ranks"]},
     )
-
-
-def _get_or_compile(kernel: KernelConfig, cache: ObjectCache) -> tuple[Entry, str]:
-    from vendored_kernels.compile import KernelCompileError, compile_configs
-
-    key = object_key(kernel)
-    entry = cache.get(key)
-    if entry is not None:
-        return entry, "cached"
-
-    def build(directory: Path) -> None:
-        compile_configs(ARCH, [kernel], directory)
-
-    try:
-        return cache.get_or_build(key, build), "compiled"
-    except KernelCompileError as err:
-        raise MegaMoeUnavailableError(
-            f"kernel {key.name} is not in {cache.root} and cannot be compiled here: {err}. "
-            "Build it elsewhere (python -m trtllm_megamoe compile, no GPU needed) and bring it over with "
-            "`cache export` and `cache import`"
-        ) from err

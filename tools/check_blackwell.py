@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be said about a compiled Blackwell kernel without a Blackwell GPU; called by `tools/check_kernels.py`.
+
+Each rule is a count or a neighbourhood of instructions that `vendored_kernels/sm100` promises. That the instructions do
+the right thing is shown by the interpreter (`tools/ptxsim`), not here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from vendored_kernels.sm90.config import LayerSpec
+from vendored_kernels.sm100.config import (
+    K_ATOM,
+    K_STAGE,
+    MAX_SHARED_BYTES,
+    REGISTER_FILE,
+    THREADS,
+    TMEM_COLUMNS,
+    KernelConfig,
+    TileConfig,
+)
+
+FORBIDDEN = ("tanh.approx", "ld.global.nc", "ld.volatile", "membar", ".weak.", "cta_group::2", ".multicast::")
+
+
+def config_of(facts: dict[str, Any]) -> KernelConfig:
+    """The configuration that a kernel's facts describe."""
+    return KernelConfig(LayerSpec(**facts["layer"]), TileConfig(**facts["tile"]))
+
+
+def expected_counts(config: KernelConfig) -> dict[str, int]:
+    """PTX instructions (regular expressions at the start of a line) and how often each must appear."""
+    steps = K_STAGE // K_ATOM
+    return {
+        r"tcgen05\.mma\.cta_group::1\.kind::mxf4nvf4\.block_scale\.block16": steps,
+        r"tcgen05\.mma": steps,
+        r"tcgen05\.cp\.cta_group::1\.32x128b\.warpx4": steps * (1 + config.token_scale_blocks),
+        r"tcgen05\.cp": steps * (1 + config.token_scale_blocks),
+        r"tcgen05\.alloc": 1,
+        r"tcgen05\.relinquish_alloc_permit": 1,
+        r"tcgen05\.dealloc": 1,
+        r"tcgen05\.commit": 2,  # a stage, an accumulator
+        r"tcgen05\.ld": 1,
+        r"tcgen05\.wait::ld": 1,
+        r"tcgen05\.fence::after_thread_sync": 6,  # allocation, accumulator, stage, scale buffer, epilogue, exit
+        r"tcgen05\.fence::before_thread_sync": 3,  # allocation, accumulator handed back, exit
+        r"cp\.async\.bulk\.tensor\.2d": 8,  # codes and scales of weights and tokens, two GEMMs
+        r"mbarrier\.init": config.num_barriers,
+        r"fence\.mbarrier_init": 1,
+        r"fence\.proxy\.async": 4,  # staging, token warp, epilogue, release warp
+        r"red\.release\.gpu": 3,  # staged tokens, fc1 block, fc2 tile
+        r"ld\.acquire\.gpu": 6,  # two in each of three waits
+        r"ld\.acquire\.sys": 4,  # abort word in each wait and at the exit
+        r"st\.release\.sys": 3,
+        r"atom\.acq_rel\.gpu\.global\.add": 1,  # exit ticket
+    }
+
+
+def lint_ptx(text: str, facts: dict[str, Any]) -> list[str]:
+    """Faults of the PTX; every rule fails when one of its instructions is removed."""
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("//")]
+    faults = [f"{word} must not appear" for word in FORBIDDEN if any(word in line for line in lines)]
+    if f".target {facts['arch']}" not in lines:
+        faults.append(f"target is not {facts['arch']}")
+    for pattern, expected in expected_counts(config_of(facts)).items():
+        found = sum(bool(re.match(pattern, line)) for line in lines)
+        if found != expected:
+            faults.append(f"{found} x {pattern}, expected {expected}")
+    loads = [i for i, line in enumerate(lines) if line.startswith("tcgen05.ld")]
+    if any(not lines[i + 1].startswith("tcgen05.wait::ld") for i in loads):
+        faults.append("something stands between tcgen05.ld and its wait")
+    return faults
+
+
+def check_sass(lines: list[str], resources: str, facts: dict[str, Any]) -> list[str]:
+    """Faults of the machine code and of the resource plan."""
+    config = config_of(facts)
+    faults = []
+    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
+    for name in ("STACK", "LOCAL"):
+        if numbers[name]:
+            faults.append(f"{name} {numbers[name]} bytes, must be 0")
+    if numbers["REG"] * THREADS > REGISTER_FILE:
+        faults.append(f"{numbers['REG']} registers x {THREADS} threads exceed {REGISTER_FILE}")
+    if any(re.search(r"\b(LDL|STL)\b", line) for line in lines):
+        faults.append("local memory instructions")
+    steps = K_STAGE // K_ATOM
+    mma = "UTCOMMA.4X" if facts["arch"] == "sm_100a" else "UTCOMMA.BLOCK16"
+    for opcode, expected in ((mma, steps), ("UTCCP", steps * (1 + config.token_scale_blocks)), ("LDTM", 1)):
+        found = sum(opcode in line for line in lines)
+        if found != expected:
+            faults.append(f"{found} {opcode}, expected {expected}")
+    if config.shared_bytes > MAX_SHARED_BYTES or config.tmem_allocated > TMEM_COLUMNS:
+        faults.append(f"{config.shared_bytes} bytes of shared memory, {config.tmem_allocated} TMEM columns")
+    return faults
+
+
+def check_blackwell(text: str, lines: list[str], resources: str, facts: dict[str, Any]) -> list[str]:
+    """All faults of one kernel."""
+    return check_sass(lines, resources, facts) + lint_ptx(text, facts)

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one compiled Blackwell kernel is: layer, tile, legality, shared-memory, TMEM and register plan, index functions.
+
+Pure Python without the DSL; the kernel, the compiler, the checks and the tests read the same numbers here. The kernel
+has never run on hardware: limits below are those of the architecture's manuals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from ..sm90.config import KernelConfigError, LayerSpec
+
+ARCHITECTURES = ("sm_100a", "sm_103a")
+
+TILE_ROWS = 128
+"""Weight rows of a tile: the M side of one CTA's MMA."""
+
+K_STAGE = 256
+"""Reduction elements of a stage; the tail of K is zero-filled by TMA, codes and scales."""
+
+K_ATOM = 64
+"""Reduction elements of one scale atom and of one MMA instruction."""
+
+ATOM_ROWS = 128
+ATOM_BYTES = 512
+"""A scale atom: 128 rows x 4 blocks of 16."""
+
+RING_SLOTS = 4
+"""Tiles handed from the weight warp to the others but not yet finished by all."""
+
+EPILOGUE_WARPS = 4
+"""Warps that read TMEM: one per quarter of its lanes."""
+
+STAGING_WARPS = 8
+"""Warps that stage tokens and sum routes: the epilogue warps and as many helpers."""
+
+THREADS = 32 * (STAGING_WARPS + 4)
+"""All warps: 0-3 epilogue, 4-7 helpers, 8 MMA, 9 weights, 10 tokens, 11 releases."""
+
+MAX_SHARED_BYTES = 232448
+TMEM_COLUMNS = 512
+REGISTER_FILE = 65536
+MAX_REGISTERS = REGISTER_FILE // THREADS // 8 * 8
+MIN_STAGES = 3
+
+EPILOGUE_TOKENS = 32
+"""Tokens an epilogue takes from TMEM and through its buffer at a time."""
+
+TRANSPOSE_PITCH = 80
+"""Bytes of one token in a warp's transpose buffer: 16 fp32 channels and 16 bytes against bank conflicts."""
+
+TOKEN_BLOCKS = (32, 64, 128, 256)
+"""Legal token blocks: 32 because a TMEM scale column holds 32 tokens, above them powers of two up to the MMA's N."""
+
+
+# ------------------------------------------------------------------------------------------------- index functions
+# Each takes Python ints in host code and tests, DSL integers in the kernel.
+def scale_block(row):
+    """128-row block of scale atoms that holds a row."""
+    return row // ATOM_ROWS
+
+
+def scale_column(row):
+    """TMEM column inside an atom (4 of them) that holds a row's four scales; the lane is row % 32."""
+    return (row % ATOM_ROWS) // 32
+
+
+def scale_word(row, atom, atoms):
+    """u32 index of the four scales of (row, K atom) in a buffer [row block][atom] with `atoms` atoms a block."""
+    return (row // ATOM_ROWS * atoms + atom) * (ATOM_BYTES // 4) + (row % 32) * 4 + (row % ATOM_ROWS) // 32
+
+
+def scale_atoms(reduction: int) -> int:
+    """K atoms of a reduction dimension."""
+    return -(-reduction // K_ATOM)
+
+
+def pool_rows_bound(routes: int, num_local_experts: int) -> int:
+    """Pool rows that hold any routing of `routes` routes with any token block: experts start at multiples of 128."""
+    padded = routes + min(num_local_experts, routes) * (ATOM_ROWS - 1)
+    return -(-padded // ATOM_ROWS) * ATOM_ROWS
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How a kernel cuts the work.
+
+    Attributes:
+        name: what users and caches call it.
+        tokens: token block, the N side of the MMA; one of `TOKEN_BLOCKS`.
+        max_stages: upper bound of the pipeline's stages; shared memory decides below it.
+    """
+
+    name: str
+    tokens: int
+    max_stages: int = 12
+
+    def check(self) -> None:
+        """Raise :class:`KernelConfigError` with every broken rule."""
+        faults = []
+        if self.tokens not in TOKEN_BLOCKS:
+            faults.append(f"tokens {self.tokens} must be one of {TOKEN_BLOCKS}")
+        if self.max_stages < MIN_STAGES:
+            faults.append(f"max_stages {self.max_stages} must be at least {MIN_STAGES}")
+        if faults:
+            raise KernelConfigError(f"tile configuration {self.name!r}: " + "; ".join(faults))
+
+
+def check_layer(layer: LayerSpec) -> None:
+    """Raise :class:`KernelConfigError` with every rule of this kernel that a layer breaks, beside the common ones."""
+    layer.check()
+    faults = []
+    if layer.ep_size != 1:
+        faults.append(f"ep_size {layer.ep_size} must be 1: this kernel does not exchange rows between ranks")
+    if layer.activation_mode != "nvfp4":
+        faults.append(f"activation_mode {layer.activation_mode!r} must be 'nvfp4': the tensor cores take FP4 x FP4")
+    if layer.intermediate_size % 32:
+        faults.append(f"intermediate_size {layer.intermediate_size} must be a multiple of 32 (TMA rows of 16 bytes)")
+    if faults:
+        raise KernelConfigError("Blackwell kernel: " + "; ".join(faults))
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One compiled kernel: a layer and a tile configuration, with everything that follows from them."""
+
+    layer: LayerSpec
+    tile: TileConfig
+    stages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_layer(self.layer)
+        self.tile.check()
+        room = (MAX_SHARED_BYTES - self.fixed_shared_bytes) // self.stage_bytes
+        stages = min(self.tile.max_stages, room)
+        if stages < MIN_STAGES:
+            raise KernelConfigError(f"tile configuration {self.tile.name!r}: {MIN_STAGES} stages do not fit")
+        object.__setattr__(self, "stages", stages)
+
+    # -------------------------------------------------------------------------------------------------------- tiles
+    @property
+    def fc1_row_tiles(self) -> int:
+        """Row tiles of fc1 per expert: gate and up interleaved by 16 rows, 64 channels a tile."""
+        return -(-2 * self.layer.intermediate_size // TILE_ROWS)
+
+    @property
+    def fc2_row_tiles(self) -> int:
+        """Row tiles of fc2 per expert."""
+        return -(-self.layer.hidden_size // TILE_ROWS)
+
+    @property
+    def fc1_k_tiles(self) -> int:
+        """Stages of one fc1 tile."""
+        return -(-self.layer.hidden_size // K_STAGE)
+
+    @property
+    def fc2_k_tiles(self) -> int:
+        """Stages of one fc2 tile."""
+        return -(-self.layer.intermediate_size // K_STAGE)
+
+    @property
+    def table_experts(self) -> int:
+        """Expert slots of the scheduler's tables."""
+        return -(-self.layer.num_local_experts // 32) * 32
+
+    @property
+    def table_words(self) -> int:
+        """32-bit words of the scheduler's tables (common/tiles.py)."""
+        return 12 * self.table_experts + 16
+
+    @property
+    def pool_block_rows(self) -> int:
+        """Experts start at multiples of this many pool rows, so that no token block crosses a scale atom."""
+        return min(self.tile.tokens, ATOM_ROWS)
+
+    # ------------------------------------------------------------------------------------------------ shared memory
+    @property
+    def token_scale_blocks(self) -> int:
+        """128-row scale blocks that a token block touches."""
+        return -(-self.tile.tokens // ATOM_ROWS)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the weight warp loads per stage: codes and scales."""
+        return TILE_ROWS * K_STAGE // 2 + self.weight_scale_bytes
+
+    @property
+    def weight_scale_bytes(self) -> int:
+        """Scale bytes of a stage's weights."""
+        return K_STAGE // K_ATOM * ATOM_BYTES
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the token warp loads per stage: codes and scales of whole 128-row blocks."""
+        return self.tile.tokens * K_STAGE // 2 + self.token_scale_bytes
+
+    @property
+    def token_scale_bytes(self) -> int:
+        """Scale bytes of a stage's tokens."""
+        return self.token_scale_blocks * K_STAGE // K_ATOM * ATOM_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """All bytes of a stage."""
+        return self.weight_bytes + self.token_bytes
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """The epilogue's buffer: fc1 transposes, codes and scales; fc2 keeps bf16 rows of 128 columns."""
+        fc1 = EPILOGUE_TOKENS * (EPILOGUE_WARPS * TRANSPOSE_PITCH + TILE_ROWS // 4 + 4)
+        fc2 = EPILOGUE_TOKENS * TILE_ROWS * 2
+        return max(fc1, fc2)
+
+    @property
+    def row_words(self) -> int:
+        """Per-token words beside each ring slot: the route, or the routing weight under `before_requant`."""
+        return 1
+
+    @property
+    def num_barriers(self) -> int:
+        """mbarriers: full and empty per stage, two pairs for accumulators, four per ring slot."""
+        return 2 * self.stages + 4 + 4 * RING_SLOTS
+
+    @property
+    def fixed_shared_bytes(self) -> int:
+        """Shared memory besides the stages, alignment slack included."""
+        barriers = 8 * (2 * self.tile.max_stages + 4 + 4 * RING_SLOTS)
+        rows = RING_SLOTS * self.tile.tokens * 4 * self.row_words
+        return 1024 + 512 + barriers + rows + self.table_words * 4 + RING_SLOTS * 32 + self.epilogue_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """All of it; the compiled kernel must not need more."""
+        return self.fixed_shared_bytes + self.stages * self.stage_bytes
+
+    # --------------------------------------------------------------------------------------------------------- TMEM
+    @property
+    def scale_buffers(self) -> int:
+        """Scale buffers in TMEM: the manual orders no scale copy behind an earlier MMA, so each waits for its buffer.
+
+        Not more than stages: the wait tells two uses of a stage apart by parity.
+        """
+        return min(4 if self.tile.tokens <= 128 else 2, self.stages)
+
+    @property
+    def scale_buffer_columns(self) -> int:
+        """TMEM columns of one stage's scales: 4 per K atom for weights, as many per 128 tokens."""
+        return 4 * (K_STAGE // K_ATOM) * (1 + self.token_scale_blocks)
+
+    @property
+    def scale_columns(self) -> int:
+        """TMEM columns of all scale buffers."""
+        return self.scale_buffers * self.scale_buffer_columns
+
+    @property
+    def accumulators_overlap(self) -> bool:
+        """Whether two accumulators and the scales exceed TMEM, so that the accumulators share columns."""
+        return 2 * self.tile.tokens + self.scale_columns > TMEM_COLUMNS
+
+    @property
+    def accumulator_stride(self) -> int:
+        """Columns from the first accumulator to the second."""
+        if self.accumulators_overlap:
+            return TMEM_COLUMNS - self.scale_columns - self.tile.tokens
+        return self.tile.tokens
+
+    @property
+    def accumulator_pairs(self) -> int:
+        """full/empty barrier pairs of the accumulators."""
+        return 1 if self.accumulators_overlap else 2
+
+    @property
+    def weight_scale_column(self) -> int:
+        """First TMEM column of the weights' scales in the first buffer, behind both accumulators."""
+        return self.accumulator_stride + self.tile.tokens
+
+    @property
+    def token_scale_column(self) -> int:
+        """First TMEM column of the tokens' scales in the first buffer."""
+        return self.weight_scale_column + 4 * (K_STAGE // K_ATOM)
+
+    @property
+    def tmem_used(self) -> int:
+        """Columns in use."""
+        return self.weight_scale_column + self.scale_columns
+
+    @property
+    def tmem_allocated(self) -> int:
+        """Columns allocated: a power of two."""
+        return next(c for c in (32, 64, 128, 256, 512) if c >= self.tmem_used)
+
+    @property
+    def passes(self) -> int:
+        """Epilogue passes of a tile."""
+        return self.tile.tokens // EPILOGUE_TOKENS
+
+    @property
+    def release_pass(self) -> int:
+        """Pass after whose TMEM load the accumulator goes back to the MMA warp.
+
+        Overlapping accumulators: the shared columns are drained first, so the next tile may start behind them.
+        """
+        if not self.accumulators_overlap:
+            return self.passes - 1
+        shared = self.tile.tokens - self.accumulator_stride
+        return -(-shared // EPILOGUE_TOKENS) - 1
+
+    def facts(self) -> dict:
+        """Everything that distinguishes one compiled kernel from another, JSON-ready."""
+        return {"layer": asdict(self.layer), "tile": asdict(self.tile)}
+
+
+TILES: dict[str, TileConfig] = {tile.name: tile for tile in (TileConfig(f"b{n}", n) for n in TOKEN_BLOCKS)}
+
+
+def choose_tile(layer: LayerSpec, num_tokens: int) -> TileConfig:
+    """The tile for a bucket of `num_tokens` tokens, from the mean rows of an expert (EP = 1); never measured."""
+    mean = num_tokens * layer.top_k / layer.num_local_experts
+    return next((TILES[f"b{n}"] for n in TOKEN_BLOCKS[:-1] if mean <= 0.75 * n), TILES["b256"])
+
+
+def fc1_lag(num_sms: int) -> int:
+    """fc1 tiles between the end of an expert's fc1 and its fc2; the value that hides every wait on Hopper."""
+    return 3 * num_sms
+
+
+ADDRESSES = (
+    "w1_codes",
+    "w1_scales",
+    "w2_codes",
+    "w2_scales",
+    "scales",
+    "x",
+    "ids",
+    "route_weights",
+    "num_tokens",
+    "y",
+    "pool",
+    "pool_scales",
+    "row_weight",
+    "row_meta",
+    "route_rows",
+    "h",
+    "h_scales",
+    "results",
+    "result_scales",
+    "counters",
+    "ready",
+    "epoch",
+    "error",
+    "abort",
+    "timeout_ns",
+)
+"""64-bit arguments: addresses (operands in kernel.py) and the timeout in nanoseconds."""
+
+NUMBERS = ("pool_rows", "ready_words", "ids_are_64", "fault_ctas", "lag", "grid")
+"""32-bit arguments: pool capacity (a multiple of 128), ready counters per bank, 1 for int64 ids, CTAs that never stage
+(0; a test's way to a timeout), fc1 lag, CTAs."""

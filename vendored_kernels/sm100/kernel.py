@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Sm100MegaMoeNvfp4Kernel`: one MoE layer of one rank as one persistent launch on Blackwell (sm_100a, sm_103a).
+
+NEVER RUN ON HARDWARE. Compiled, inspected, and its PTX executed by an interpreter (docs/blackwell.md).
+
+Purpose
+    Routing ids and bf16 tokens in, bf16 layer output out: count and place routes, quantise tokens to NVFP4, fc1,
+    SwiGLU, requantisation, fc2, result rows in wire format, top-k sum. FP4 x FP4 on the tensor cores (block of 16).
+Supported
+    H and I multiples of 32, up to 256 local experts, top_k up to 16, any token count including 0 (read from device
+    memory, so one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range) and
+    duplicate entries, three wire formats, both score placements, one token block per kernel (32, 64, 128 or 256).
+Not supported
+    More than one rank; expert ids that are not local; bf16 activations; CTA pairs; grids that are not fully resident
+    (every CTA must run at once).
+Operands (addresses; R pool rows, T tokens, E experts, K top_k; atoms(k) = ceil(k / 64), blocks(r) = ceil(r / 128))
+    w1_codes (E, 2I, H/2) u8          gate and up interleaved by 16 rows; two e2m1 a byte, even column in the low nibble
+    w1_scales (E, blocks(2I), atoms(H), 512) u8, w2_scales (E, blocks(H), atoms(I), 512) u8     e4m3 atoms, padding 0
+    w2_codes (E, H, I/2) u8
+    scales (E + 1, 4) f32             {alpha_gate, alpha_up, alpha_down, qs2}; last row {qs1, 0, 0, 0}
+    x (T, H) bf16; ids (T, K) i32 or i64; route_weights (T, K) f32; num_tokens i32; y (T, H) bf16
+    pool (R, H/2) u8, pool_scales (blocks(R), atoms(H), 512) u8; h (R, I/2) u8, h_scales (blocks(R), atoms(I), 512) u8
+    row_weight (R) f32; row_meta (R, 2) i32; route_rows (T, K) i32
+    results (T*K, row) and result_scales (T*K, row) u8: wire format by token * K + slot
+    counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words); epoch u64;
+    error u64 (8); abort u32
+Scale atoms
+    512 bytes for 128 rows x 4 blocks of 16: byte (r % 32) * 16 + (r % 128) / 32 * 4 + block. A load takes whole 128-row
+    blocks, so it also reads other tokens' scales, perhaps while they are written, or scales of no token, perhaps NaN;
+    at 256 tokens the codes of the next expert's rows as well. All of it ends in columns that are dropped.
+Warp roles (12 warps, 1 CTA per SM)
+    0-3    epilogue; at the start they stage tokens, at the end they sum routes     4-7   the same without epilogue
+    8      MMA     9      W: table, claims, weight loads     10     T: token loads, waits for counters
+    11     R: releases; it also clears the next launch's counters
+Pipelines (producer -> consumer, arrivals)
+    full[stage]   W, T -> MMA: 2 and the bytes of both          empty[stage]  MMA -> W, T: 1 (commit)
+    afull[pair]   MMA -> epilogue: 1 (commit)                   aempty[pair]  epilogue -> MMA: one per warp
+    ifull[slot]   W -> T, MMA, epilogue, R: 1                   iempty[slot]  T, MMA, R -> W: 3
+    rfull[slot]   T -> epilogue: 1 (route or weight per row)    done[slot]    epilogue -> R: one per warp
+    TMEM: two accumulators (at 256 tokens they overlap, one pair), then four (two) buffers for a stage's scales. The
+    manual orders scale copies before later MMAs only, so the MMA warp waits for empty[stage] of a buffer's last use.
+Synchronisation contract
+    object           writer                                        reader                              reset
+    pool, scales,    staging warps: st, fence.proxy.async, named   T: ld.acquire.gpu,                  stream
+    row_*            barrier, one red.release.gpu on `staged`      fence.proxy.async, TMA
+    h, h_scales      epilogue: st, fence.proxy.async, arrive on    T: ld.acquire.gpu >= row tiles,     stream
+                     done; R: fence.proxy.async, red.release.gpu   fence.proxy.async, TMA
+    results          epilogue: st, arrive on done;                 all staging warps: ld.acquire.gpu,  stream
+                     R: red.release.gpu on `fc2 done`              ld
+    claim            W: atom.relaxed.gpu                           (the value is all there is)         other bank, by R
+    staged, ready,   as above                                      as above                            other bank, by R
+    fc2 done
+    TMEM             MMA: tcgen05.cp / mma, commit                 tcgen05.fence after the wait, ld    dealloc by warp 0
+                                                                   wait::ld, fence before the arrival
+    exit ticket,     last CTA out: atom.acq_rel.gpu; it stores     next launch: plain ld               the last CTA
+    epoch            epoch + 1
+    error, abort     first failure: cas, st; then st.release.sys   every wait: ld.acquire.sys;         host
+                                                                   at entry: plain ld
+Provenance
+    Written for this project; the main loop follows our own compile-only prototype, the tile stream the Hopper kernel.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils
+from cutlass import Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from .. import ptx
+from ..common import routing, tiles, wire
+from ..common.waits import wait_at_least
+from ..sm90.sites import SITE_FC2
+from . import epilogue, mainloop, staging
+from .config import K_STAGE, RING_SLOTS, STAGING_WARPS, THREADS, KernelConfig
+from .instructions import fence_after_sync, fence_before_sync
+
+STAGING_BARRIER = 9
+"""Named barrier of the staging warps; 1 is the epilogue's own, 10 the four other warps'."""
+TABLE_BARRIER = 10
+
+
+class Sm100MegaMoeNvfp4Kernel:
+    """The kernel of one :class:`KernelConfig`; call it inside `cute.compile`."""
+
+    def __init__(self, config: KernelConfig) -> None:
+        self.cfg = config
+
+    @cute.jit
+    def __call__(
+        self,
+        anchor: cute.Tensor,
+        w1_codes: Int64,
+        w1_scales: Int64,
+        w2_codes: Int64,
+        w2_scales: Int64,
+        scales: Int64,
+        x: Int64,
+        ids: Int64,
+        route_weights: Int64,
+        num_tokens: Int64,
+        y: Int64,
+        pool: Int64,
+        pool_scales: Int64,
+        row_weight: Int64,
+        row_meta: Int64,
+        route_rows: Int64,
+        h: Int64,
+        h_scales: Int64,
+        results: Int64,
+        result_scales: Int64,
+        counters: Int64,
+        ready: Int64,
+        epoch: Int64,
+        error: Int64,
+        abort: Int64,
+        timeout_ns: Int64,
+        pool_rows: Int32,
+        ready_words: Int32,
+        ids_are_64: Int32,
+        fault_ctas: Int32,
+        lag: Int32,
+        grid: Int32,
+        stream,
+    ):
+        """One launch. `anchor` is any device tensor (it names the device); all else is an address or a number."""
+        cfg = self.cfg
+        layer = cfg.layer
+        mma = mainloop.make_mma(cfg)
+        layouts = mainloop.shared_layouts(cfg, mma)
+        hidden, inter = layer.hidden_size, layer.intermediate_size
+        maps1 = mainloop.tensor_maps(
+            cfg, mma, layouts, w1_codes, w1_scales, pool, pool_scales, 2 * inter, pool_rows, hidden
+        )
+        maps2 = mainloop.tensor_maps(cfg, mma, layouts, w2_codes, w2_scales, h, h_scales, hidden, pool_rows, inter)
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, cfg.stages]
+            empty: cute.struct.MemRange[Int64, cfg.stages]
+            afull: cute.struct.MemRange[Int64, 2]
+            aempty: cute.struct.MemRange[Int64, 2]
+            ifull: cute.struct.MemRange[Int64, RING_SLOTS]
+            iempty: cute.struct.MemRange[Int64, RING_SLOTS]
+            done: cute.struct.MemRange[Int64, RING_SLOTS]
+            rfull: cute.struct.MemRange[Int64, RING_SLOTS]
+            info: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * 8], 16]
+            hold: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
+            rows: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * cfg.tile.tokens], 16]
+            table: cute.struct.Align[cute.struct.MemRange[Int32, cfg.table_words], 16]
+            buffer: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.epilogue_bytes], 128]
+            weights: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * 128 * K_STAGE // 2], 1024]
+            tokens: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.tile.tokens * K_STAGE // 2], 1024]
+            weight_scales: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.weight_scale_bytes], 1024]
+            token_scales: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.token_scale_bytes], 1024]
+
+        self.storage = Storage
+        self.kernel(
+            mma,
+            tuple(maps1),
+            tuple(maps2),
+            layouts,
+            scales,
+            x,
+            ids,
+            route_weights,
+            num_tokens,
+            y,
+            pool,
+            pool_scales,
+            row_weight,
+            row_meta,
+            route_rows,
+            h,
+            h_scales,
+            results,
+            result_scales,
+            counters,
+            ready,
+            epoch,
+            error,
+            abort,
+            timeout_ns,
+            ready_words,
+            ids_are_64,
+            fault_ctas,
+            lag,
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        maps1: tuple,
+        maps2: tuple,
+        layouts: tuple,
+        scales: Int64,
+        x: Int64,
+        ids: Int64,
+        route_weights: Int64,
+        num_tokens: Int64,
+        y: Int64,
+        pool: Int64,
+        pool_scales: Int64,
+        row_weight: Int64,
+        row_meta: Int64,
+        route_rows: Int64,
+        h: Int64,
+        h_scales: Int64,
+        results: Int64,
+        result_scales: Int64,
+        counters: Int64,
+        ready: Int64,
+        epoch: Int64,
+        error: Int64,
+        abort: Int64,
+        timeout_ns: Int64,
+        ready_words: Int32,
+        ids_are_64: Int32,
+        fault_ctas: Int32,
+        lag: Int32,
+    ):
+        """The device side: set up, count routes, then the roles."""
+        cfg = self.cfg
+        layer = cfg.layer
+        experts, slots = const_expr(layer.num_local_experts), const_expr(cfg.table_experts)
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        gdim, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = tidx % 32
+        memory = cutlass.utils.SmemAllocator().allocate(self.storage)
+        bars = tuple(
+            getattr(memory, name).data_ptr()
+            for name in ("full", "empty", "afull", "aempty", "ifull", "iempty", "done", "rfull")
+        )
+        info, rows_at = Int32(memory.info.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
+        table, buffer = Int32(memory.table.data_ptr().toint()), Int32(memory.buffer.data_ptr().toint())
+        hold = memory.hold.data_ptr()  # TMEM address, then the number of fc2 tiles
+        hold_at = Int32(hold.toint())
+        la, lb, lsa, lsb = layouts
+        smem = (
+            cute.make_tensor(cute.recast_ptr(memory.weights.data_ptr(), la.inner, dtype=Float4E2M1FN), la.outer),
+            cute.make_tensor(cute.recast_ptr(memory.tokens.data_ptr(), lb.inner, dtype=Float4E2M1FN), lb.outer),
+            cute.make_tensor(cute.recast_ptr(memory.weight_scales.data_ptr(), dtype=Float8E4M3FN), lsa),
+            cute.make_tensor(cute.recast_ptr(memory.token_scales.data_ptr(), dtype=Float8E4M3FN), lsb),
+        )
+        height = const_expr(cfg.token_scale_blocks)
+        targets = (  # the same shared memory as TMA sees it: scales in u64
+            smem[0],
+            smem[1],
+            cute.make_tensor(
+                cute.recast_ptr(memory.weight_scales.data_ptr(), dtype=Int64),
+                cute.make_layout((1, K_STAGE, cfg.stages), stride=(K_STAGE, 1, K_STAGE)),
+            ),
+            cute.make_tensor(
+                cute.recast_ptr(memory.token_scales.data_ptr(), dtype=Int64),
+                cute.make_layout((height, K_STAGE, cfg.stages), stride=(K_STAGE, 1, K_STAGE * height)),
+            ),
+        )
+        at = const_expr(tiles.TableOffsets(slots))
+        counts, cursors = table + at.rows, table + at.cursors
+
+        if warp == STAGING_WARPS:
+            for i in cutlass.range_constexpr(4):
+                cpasync.prefetch_descriptor(maps1[2 * i])
+                cpasync.prefetch_descriptor(maps2[2 * i])
+        if warp == STAGING_WARPS + 1:
+            if lane == 0:
+                numbers = (cfg.stages, cfg.stages, 2, 2, RING_SLOTS, RING_SLOTS, RING_SLOTS, RING_SLOTS)
+                for kind in cutlass.range_constexpr(8):
+                    for i in cutlass.range_constexpr(numbers[kind]):
+                        cute.arch.mbarrier_init(bars[kind] + i, list(mainloop.BARRIER_COUNTS.values())[kind])
+            cute.arch.mbarrier_init_fence()
+        if warp == 0:
+            cute.arch.alloc_tmem(cfg.tmem_allocated, hold)
+            cute.arch.relinquish_tmem_alloc_permit()
+        # One round trip for all three; the launch number's parity picks the bank.
+        tokens, launch, aborted = ptx.ldg32(num_tokens), ptx.ldg32(epoch), ptx.ldg32(abort)
+        i = tidx
+        while i < slots:
+            ptx.sts32(counts + i * 4, 0)
+            ptx.sts32(cursors + i * 4, 0)
+            i = i + THREADS
+        fence_before_sync()
+        cute.arch.sync_threads()
+        fence_after_sync()
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, hold)
+        if aborted == 0:
+            bank_index = launch & 1
+            bank = counters + Int64(tiles.FIRST_BANK + bank_index * tiles.BANK_WORDS) * 4
+            ready_bank = ready + Int64(bank_index * ready_words) * 4
+            first_token = tokens * bidx // gdim
+            own_tokens = tokens * (bidx + 1) // gdim - first_token
+            staging_ctas = (tokens if tokens < gdim else gdim) + fault_ctas  # those with at least one token
+            routing.count_routes(
+                experts,
+                THREADS,
+                counts,
+                cursors,
+                ids,
+                ids_are_64,
+                tokens * layer.top_k,
+                first_token * layer.top_k,
+                tidx,
+            )
+            cute.arch.sync_threads()
+            if warp == 0:
+                routing.lay_out_pool(slots, cfg.pool_block_rows, counts, table + at.first_row, cursors, lane)
+            cute.arch.sync_threads()
+            if warp >= STAGING_WARPS:
+                blocks = tiles.build_table(
+                    experts,
+                    slots,
+                    cfg.tile.tokens,
+                    cfg.fc1_row_tiles,
+                    cfg.fc2_row_tiles,
+                    TABLE_BARRIER,
+                    table,
+                    lag,
+                    tidx - STAGING_WARPS * 32,
+                )
+                if warp == STAGING_WARPS:
+                    mainloop.mma_warp(cfg, bars, info, mma, smem, layouts, tmem, lane)
+                elif warp == STAGING_WARPS + 1:
+                    mainloop.weight_warp(
+                        cfg, bars, table, blocks, info, maps1, maps2, mma, targets, bank, bidx, gdim, lane
+                    )
+                elif warp == STAGING_WARPS + 2:
+                    mainloop.token_warp(
+                        cfg,
+                        bars,
+                        info,
+                        rows_at,
+                        maps1,
+                        maps2,
+                        mma,
+                        targets,
+                        row_meta,
+                        row_weight,
+                        bank,
+                        ready_bank,
+                        staging_ctas,
+                        error,
+                        abort,
+                        timeout_ns,
+                        launch,
+                        lane,
+                    )
+                else:
+                    other = 1 - bank_index
+                    tiles.clear_bank(
+                        counters + Int64(tiles.FIRST_BANK + other * tiles.BANK_WORDS) * 4,
+                        ready + Int64(other * ready_words) * 4,
+                        ready_words,
+                        bidx,
+                        gdim,
+                        lane,
+                    )
+                    mainloop.release_warp(bars, info, bank, ready_bank, lane)
+            else:
+                routing.place_routes(
+                    experts,
+                    layer.weigh_before_requant,
+                    STAGING_WARPS * 32,
+                    cursors,
+                    ids,
+                    ids_are_64,
+                    route_weights,
+                    row_meta,
+                    row_weight,
+                    route_rows,
+                    first_token * layer.top_k,
+                    own_tokens * layer.top_k,
+                    tidx,
+                )
+                cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
+                qs = ptx.as_float(ptx.ldg32(scales + experts * 16))
+                staging.stage_tokens(layer, x, pool, pool_scales, route_rows, qs, first_token, own_tokens, warp, lane)
+                ptx.fence_proxy_async()
+                cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
+                if tidx == 0 and own_tokens > 0:
+                    ptx.flag_add_release_gpu(bank + tiles.STAGED * 4, 1)
+                if warp < 4:
+                    fc2_tiles = epilogue.epilogue_warps(
+                        cfg,
+                        bars,
+                        info,
+                        rows_at,
+                        buffer,
+                        tmem,
+                        scales,
+                        h,
+                        h_scales,
+                        results,
+                        result_scales,
+                        tidx,
+                        warp,
+                        lane,
+                    )
+                    if tidx == 0:
+                        ptx.sts32(hold_at + 4, fc2_tiles)
+                cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
+                if own_tokens > 0:
+                    if lane == 0:
+                        wait_at_least(
+                            bank + tiles.FC2_DONE * 4,
+                            ptx.lds32(hold_at + 4),
+                            error,
+                            abort,
+                            timeout_ns,
+                            SITE_FC2,
+                            0,
+                            launch,
+                        )
+                    cute.arch.sync_warp()
+                    wire.sum_routes(
+                        layer,
+                        STAGING_WARPS,
+                        ids,
+                        ids_are_64,
+                        route_weights,
+                        results,
+                        result_scales,
+                        y,
+                        first_token,
+                        own_tokens,
+                        warp,
+                        lane,
+                    )
+                if tidx == 0:
+                    if ptx.flag_fetch_add_acq_rel_gpu(counters + tiles.EXIT_WORD * 4, 1) == gdim - 1:
+                        ptx.stg32(counters + tiles.EXIT_WORD * 4, 0)
+                        if ptx.flag_load_acquire_sys(abort) == 0:
+                            ptx.stg64(epoch, ptx.ldg64(epoch) + 1)
+        fence_before_sync()
+        cute.arch.sync_threads()  # nobody may touch TMEM after this point
+        if warp == 0:
+            fence_after_sync()
+            cute.arch.dealloc_tmem(tmem, cfg.tmem_allocated)
