@@ -2,8 +2,8 @@
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
 Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once; over virtual ranks: exchange,
-exchange-soak, exchange-graphs, exchange-failures, fixed-cost. With `--compile` it builds the kernels that the parts
-need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
+exchange-soak, exchange-graphs, exchange-failures, exchange-sanitizer, fixed-cost. With `--compile` it builds the
+kernels that the parts need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-EXCHANGE_PARTS = ("exchange", "exchange-soak", "exchange-graphs", "exchange-failures", "fixed-cost")
+EXCHANGE_PARTS = (
+    *("exchange", "exchange-soak", "exchange-graphs", "exchange-failures", "exchange-sanitizer"),
+    "fixed-cost",
+)
 PARTS = (
     *("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals", "once"),
     *EXCHANGE_PARTS,
@@ -120,12 +123,14 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
     if part == "goldens":
         return goldens.run(arguments.cache)
     if part == "exchange":
-        return exchange.equality(arguments.cache, arguments.only)
+        together_only = arguments.tiles == "together"
+        return exchange.equality(arguments.cache, arguments.only, together_only=together_only)
     if part == "exchange-soak":
         return exchange.soak(arguments.cache, arguments.launches)
     return {
         "exchange-graphs": exchange.graphs,
         "exchange-failures": exchange.failures,
+        "exchange-sanitizer": stability.exchange_sanitizer,
         "fixed-cost": fixed_cost.run,
         "determinism": stability.determinism,
         "graph": stability.graph,

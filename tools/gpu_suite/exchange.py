@@ -103,8 +103,12 @@ def _expected(one: GpuLayer, inputs: Sequence[Inputs], tile: str = "n16") -> lis
     return list(out.split([i.tokens for i in inputs]))
 
 
-def equality(cache_dir: Path, only: str = "") -> Iterator[dict[str, Any]]:
-    """Every option, tile and routing: bits equal to one rank, close to the oracle, rows beyond T untouched."""
+def equality(cache_dir: Path, only: str = "", *, together_only: bool = False) -> Iterator[dict[str, Any]]:
+    """Every option, tile and routing: bits equal to one rank, close to the oracle, rows beyond T untouched.
+
+    `together_only`: the single launch of all ranks alone; a sanitizer runs one launch after another, so that launches
+    which wait for each other would never end.
+    """
     for number, (name, (spec, tiles)) in enumerate(SPECS.items()):
         if only and only not in name:
             continue
@@ -119,7 +123,7 @@ def equality(cache_dir: Path, only: str = "") -> Iterator[dict[str, Any]]:
             expected = _expected(one, inputs)
             joined = join(inputs)
             truth = oracle_forward(oracle, joined.x, joined.ids.long(), joined.weights, oracle_options(spec))
-            for tile in (*tiles, f"{tiles[0]} together"):
+            for tile in (*(() if together_only else tiles), f"{tiles[0]} together"):
                 group.poison()
                 outputs = group.outputs(inputs)
                 if tile.endswith("together"):
@@ -209,7 +213,8 @@ def soak(cache_dir: Path, launches: int = 10_000) -> Iterator[dict[str, Any]]:
             with torch.cuda.stream(soak.groups[0].streams[rank]):
                 if delays[rank] % 8 == 0:
                     torch.cuda._sleep(delays[rank] % 60_000)
-                soak.launch(rank, n % 2, which % len(soak.inputs), SOAK_TILES[tile % 3])
+                shift = rank if tile % 2 else 0  # ranks need not run the same tile configuration
+                soak.launch(rank, n % 2, which % len(soak.inputs), SOAK_TILES[(tile + shift) % 3])
         if n % 500 == 499:
             torch.cuda.synchronize()
             if any(record["set"] for record in soak.groups[0].records()):
@@ -326,6 +331,7 @@ def failures(cache_dir: Path) -> Iterator[dict[str, Any]]:
     }
     for name, fault in faults.items():
         outputs = group.outputs(inputs)
+        group.poison()  # what nobody pulled must not be taken for rows of some rank
         torch.cuda.synchronize()
         started = time.time()
         fault(outputs)

@@ -27,6 +27,7 @@ ALONE = dataclasses.replace(SPEC, ep_size=1)
 TILE = "h8"
 REPLAYS = 60
 CALLS = 10
+ROUNDS = 3
 TOKENS = (0, 1, 8, 32)
 
 
@@ -100,15 +101,19 @@ def run(cache_dir: Path) -> Iterator[dict[str, Any]]:
         for rank in range(SPEC.ep_size):
             launch_alone(rank)
         torch.cuda.synchronize()
-        full = _median_us(lambda: _fork(group.streams, launch_rank))
-        local = _median_us(lambda: _fork(group.streams, launch_alone))
-        together = _median_us(lambda: group.together(TILE, True))
+        measured: dict[str, list[float]] = {"ranks": [], "alone": [], "together": []}
+        for _ in range(ROUNDS):  # in turns: what a card does over time hits all alike
+            measured["ranks"].append(_median_us(lambda: _fork(group.streams, launch_rank)))
+            measured["alone"].append(_median_us(lambda: _fork(group.streams, launch_alone)))
+            measured["together"].append(_median_us(lambda: group.together(TILE, True)))
+        full, local, together = (statistics.median(times) for times in measured.values())
         yield {
             "tokens_per_rank": tokens,
             "ranks_us": round(full, 2),
             "alone_us": round(local, 2),
             "communication_us": round(full - local, 2),
             "together_us": round(together, 2),
+            "rounds_us": {name: [round(t, 1) for t in times] for name, times in measured.items()},
             "empty_launches_us": round(_median_us(lambda: _fork(group.streams, launch_dry)), 2),
             "empty_together_us": round(_median_us(lambda: group.together(TILE, True, dry=1)), 2),
             "ok": not any(record["set"] for record in group.records()),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tools.check_kernels import find_cuobjdump, sass_lines
-from tools.gpu_suite import bench, cases
+from tools.gpu_suite import bench, cases, exchange
 from tools.gpu_suite.correctness import all_cases, routing
 from tools.gpu_suite.layer import GpuLayer
 from vendored_kernels.registry import object_path
@@ -138,10 +138,26 @@ def sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:
     readers through shared memory (ring entries, per-row words). Those are expected; a hazard whose writer is any other
     warp is not.
     """
+    spec = next(case.spec for case in all_cases() if case.name == SANITIZED_CASE)
+    arguments = ["correctness", "--only", SANITIZED_CASE, "--tiles", SANITIZED_TILE]
+    arguments += ["--routings", "masked,all-masked,none"]
+    return _sanitize(cache_dir, arguments, KernelConfig(spec, TILES[SANITIZED_TILE]))
+
+
+SANITIZED_RANKS = "odd-bf16-fp4-two-ranks"
+
+
+def exchange_sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:
+    """The same over the single launch of all ranks of a layer with dispatch and combine."""
+    spec, tiles = exchange.SPECS[SANITIZED_RANKS]
+    arguments = ["exchange", "--only", SANITIZED_RANKS, "--tiles", "together"]
+    return _sanitize(cache_dir, arguments, KernelConfig(spec, TILES[tiles[0]], all_ranks=True))
+
+
+def _sanitize(cache_dir: Path, arguments: list[str], kernel: KernelConfig) -> Iterator[dict[str, Any]]:
     for tool in ("memcheck", "synccheck", "racecheck"):
         command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=kernel", "--error-exitcode", "99"]
-        command += [sys.executable, "tools/run_gpu_suite.py", "correctness", "--cache", str(cache_dir)]
-        command += ["--only", SANITIZED_CASE, "--tiles", SANITIZED_TILE, "--routings", "masked,all-masked,none"]
+        command += [sys.executable, "tools/run_gpu_suite.py", *arguments, "--cache", str(cache_dir)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         lines = [
             re.sub(r"kernel_cutlass\S*_0\+", "kernel+", line) for line in done.stdout.splitlines() if "===" in line
@@ -152,17 +168,16 @@ def sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:
                 int(found, 16) for found in re.findall(r"Write access at kernel\+0x([0-9a-f]+)", "\n".join(lines))
             }
             result["writers"] = sorted(writers)
-            result["unexplained"] = sorted(writers - _producer_stores(cache_dir))
+            result["unexplained"] = sorted(writers - _producer_stores(cache_dir, kernel))
             failed = "FAIL" in done.stdout or not result["writers"]
             yield result | {"ok": not result["unexplained"] and not failed}
         else:
             yield result | {"ok": done.returncode == 0}
 
 
-def _producer_stores(cache_dir: Path) -> set[int]:
-    """Addresses of the shared stores between the two setmaxnreg instructions: the branch of W, T, R and Z."""
-    spec = next(case.spec for case in all_cases() if case.name == SANITIZED_CASE)
-    cubin = object_path(KernelConfig(spec, TILES[SANITIZED_TILE]), "sm_90a", cache_dir).with_suffix(".cubin")
+def _producer_stores(cache_dir: Path, kernel: KernelConfig) -> set[int]:
+    """Addresses of the shared stores between the two setmaxnreg instructions: the branch of W, T, R, Z and D."""
+    cubin = object_path(kernel, "sm_90a", cache_dir).with_suffix(".cubin")
     lines, _ = sass_lines(cubin, find_cuobjdump())
     start = next(i for i, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line)
     stop = next(i for i, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line)

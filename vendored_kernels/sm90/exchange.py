@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
-from .config import DISPATCH_WARPS, POOL_BLOCK_ROWS
+from .config import DISPATCH_WARPS, POOL_BLOCK_ROWS, RECORD_ROWS
 from .scheduler import TABLE_BARRIER, TableOffsets
 from .sites import FAULT_RETURN, SITE_HEADER
 from .staging import load_expert
@@ -168,7 +168,9 @@ def publish(
     gave_up = Int32(0)
     if thread % 32 == 0 and other_ctas > 0:
         gave_up = wait_at_least(staged, other_ctas, control, ranks, SITE_STAGED, 0)
-    if ptx.broadcast_lane0(gave_up) == 0:
+    gave_up = ptx.broadcast_lane0(gave_up)
+    cute.arch.sync_warp()  # what lane 0 has acquired, every lane's fence covers
+    if gave_up == 0:
         own_facts = ptx.lds64(ex + at.peers + rank * 8) + header_at + (HEADER_FIXED_WORDS + (Int32(tag) & 1)) * 8
         ptx.stg64(own_facts, ptx.ldg64(launch_facts))  # every thread, so that each one's fence covers it
         ptx.fence_acq_rel_sys()
@@ -434,13 +436,20 @@ def _copy_piece(
 
 
 @cute.jit
-def rows_of(cfg, ex: Int32, table: Int32, control: Int32, returns_at: Int64, fault_step, expert, row0, valid, lane):
-    """R: rows of a tile that belong to this lane's source, the lane-th after this rank."""
+def rows_of(
+    cfg, ex: Int32, table: Int32, control: Int32, returns_at: Int64, fault_step, expert, row_tile, row0, valid, lane
+):
+    """R: row pieces of a tile that belong to this lane's source, the lane-th after this rank.
+
+    A piece is 128 columns of a result row: counted so, ranks agree whatever tiles each of them runs.
+    """
     tab = const_expr(TableOffsets(cfg.table_experts))
     count = Int32(0)
     if lane < cfg.layer.ep_size:
         first = row0 - ptx.lds32(table + tab.first_row + expert * 4)
-        count = rows_of_source(cfg, ex, expert, first, valid, lane)
+        columns = const_expr(cfg.tile.rows // RECORD_ROWS)
+        rest = cfg.layer.fc2_records - row_tile * columns
+        count = rows_of_source(cfg, ex, expert, first, valid, lane) * (rest if rest < columns else Int32(columns))
     return count
 
 
@@ -463,7 +472,7 @@ def wait_for_own_rows(cfg, ex: Int32, control: Int32, returns_at: Int64, expecte
     at = const_expr(ExchangeOffsets(cfg))
     ranks = const_expr(cfg.layer.ep_size)
     if lane < ranks:
-        sent = Int64(ptx.lds32(ex + at.sent + lane * 4)) * Int64(cfg.fc2_row_tiles)
+        sent = Int64(ptx.lds32(ex + at.sent + lane * 4)) * Int64(cfg.layer.fc2_records)
         target = ptx.ldg64(expected + Int64(lane) * 8) + sent
         counter = ptx.lds64(ex + at.peers + ptx.lds32(control + RANK) * 8) + returns_at + Int64(lane) * 8
         wait_for_returns(counter, target, control, ranks, lane)
@@ -476,4 +485,4 @@ def advance_expected(cfg, ex: Int32, expected: Int64):
     at = const_expr(ExchangeOffsets(cfg))
     for r in cutlass.range(cfg.layer.ep_size, unroll=1):
         cell = expected + Int64(r) * 8
-        ptx.stg64(cell, ptx.ldg64(cell) + Int64(ptx.lds32(ex + at.sent + r * 4)) * Int64(cfg.fc2_row_tiles))
+        ptx.stg64(cell, ptx.ldg64(cell) + Int64(ptx.lds32(ex + at.sent + r * 4)) * Int64(cfg.layer.fc2_records))

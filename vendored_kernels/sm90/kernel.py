@@ -7,12 +7,12 @@ Purpose
     in wire format straight to the token owners, top-k sum there. Weights stay NVFP4 in HBM and shared memory and are
     decoded exactly to f16 registers. The protocol between ranks: docs/protocol.md.
 Supported
-    1 to 16 ranks that can address each other's memory; H multiple of 32, I multiple of 16, up to 256 local experts,
+    1 to 16 ranks that can address each other's memory, whatever tile configuration each of them runs; H multiple of 32, I multiple of 16, up to 256 local experts,
     top_k up to 16, any token count including 0 (read from device memory, so one captured graph serves every T of its
     bucket), ids int32 or int64 with masked (out of range) and duplicate entries, at most four token widths per launch,
     whole (256-row) and half (128-row) tiles. All ranks in one launch on one GPU (`all_ranks`: sanitizer, measuring).
 Not supported
-    Grids that are not fully resident (every CTA must run at once); ranks that run different tile configurations.
+    Grids that are not fully resident (every CTA must run at once).
 Operands (addresses; R rows of the pool, T tokens, E experts of this rank, K top_k)
     w1 (E, ceil(2I/128), ceil(H/128), 9216) u8     128x128 records, gate and up interleaved by 8 (see "Weight records")
     w2 (E, ceil(H/128), ceil(I/128), 9216) u8
@@ -429,8 +429,6 @@ class Sm90MegaMoeNvfp4Kernel:
                         )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
                     exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
-                    if bidx == 0 and producer < layer.ep_size:
-                        exchange.compare_headers(cfg, ex, control, header_at, producer)
                 if warp < math_warps + 4:
                     blocks, live = scheduler.build_table(cfg, table, lag, producer)
                     if const_expr(cfg.exchange):
@@ -461,6 +459,7 @@ class Sm90MegaMoeNvfp4Kernel:
                         pool_ready + Int64((1 - bank_index) * pool_ready_words) * 4,
                         pool_ready_words,
                         returns_at,
+                        header_at,
                         fault_step,
                         staging_ctas,
                         bidx,
@@ -646,6 +645,7 @@ class Sm90MegaMoeNvfp4Kernel:
         other_pool: Int64,
         pool_ready_words,
         returns_at: Int64,
+        header_at: Int64,
         fault_step,
         staging_ctas,
         bidx,
@@ -687,6 +687,9 @@ class Sm90MegaMoeNvfp4Kernel:
             else:
                 scheduler.release_warp(cfg, bars, info, bank, ready_bank, None, None, (), lane)
         else:
+            if const_expr(cfg.exchange):
+                if bidx == 0 and lane < cfg.layer.ep_size:
+                    exchange.compare_headers(cfg, ex, control, header_at, lane)
             scheduler.clear_warp(other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane)
 
     @cute.jit

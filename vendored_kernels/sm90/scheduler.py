@@ -26,7 +26,8 @@ TABLE_BARRIER = 10
 """Named barrier of the four producer warps while they build the table."""
 
 INFO_BYTES = 32
-"""A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, -}."""
+"""A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, given up}. The last word
+is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is finished."""
 
 MOST_UNANNOUNCED = 8
 """Finished fc2 tiles that other ranks are told of at once."""
@@ -293,6 +294,7 @@ def token_warp(
                             pool_ready + Int64(block) * 4, rows * row_pieces, control, ranks, SITE_POOL, block
                         )
                     gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
+                    cute.arch.sync_warp()  # what one lane has acquired, all lanes read
                 elif staged == 0:
                     gave_up = wait_at_least(bank + STAGED * 4, staging_ctas, control, ranks, SITE_STAGED, 0)
                     staged = Int32(1)
@@ -318,6 +320,8 @@ def token_warp(
                     gave_up = wait_at_least(
                         ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
                     )
+            if lane == 0:
+                ptx.sts32(entry + 28, gave_up)
             ptx.fence_proxy_async()
             cute.arch.sync_warp()
         for v in cutlass.range_constexpr(len(tile.token_widths) * 2):
@@ -366,7 +370,7 @@ def release_warp(
 ):
     """R: publishes finished tiles, so that no math warp waits for a release.
 
-    With several ranks `rows_of(cfg, *context, expert, row0, valid, lane)` counts the result rows of an fc2 tile for this
+    With several ranks `rows_of(cfg, *context, expert, row_tile, row0, valid, lane)` counts the result rows of an fc2 tile for this
     lane's rank, and `give_back(cfg, *context, rows, lane)` announces them; None and None for one rank. Announcing costs a fence of the whole system, so it is done when no further tile is finished, or for
     MOST_UNANNOUNCED tiles at once. Nothing is left at the end: the entry that ends the list is never a finished tile.
     """
@@ -387,23 +391,26 @@ def release_warp(
         cute.arch.mbarrier_wait(ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
         kind = ptx.lds32(entry)
-        expert, row0 = ptx.lds32(entry + 4), ptx.lds32(entry + 12)
-        valid, counter = ptx.lds32(entry + 16), ptx.lds32(entry + 20)
+        expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
+        row0, valid, counter = ptx.lds32(entry + 12), ptx.lds32(entry + 16), ptx.lds32(entry + 20)
+        given_up = Int32(0)
         if kind != END:
             cute.arch.mbarrier_wait(done + slot, slot_phase)
+            given_up = ptx.lds32(entry + 28)
         cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
         if lane == 0:
             cute.arch.mbarrier_arrive(iempty + slot)
-        if kind == FC1:
-            if lane == 0:
-                ptx.fence_proxy_async()
-                ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
-        elif kind == FC2:
-            if const_expr(give_back is not None):
-                rows = rows + rows_of(cfg, *context, expert, row0, valid, lane)
-                unannounced = unannounced + 1
-            elif lane == 0:
-                ptx.flag_add_release_gpu(bank + FC2_DONE * 4, 1)
+        if given_up == 0:
+            if kind == FC1:
+                if lane == 0:
+                    ptx.fence_proxy_async()
+                    ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
+            elif kind == FC2:
+                if const_expr(give_back is not None):
+                    rows = rows + rows_of(cfg, *context, expert, row_tile, row0, valid, lane)
+                    unannounced = unannounced + 1
+                elif lane == 0:
+                    ptx.flag_add_release_gpu(bank + FC2_DONE * 4, 1)
         slot = slot + 1
         if slot == RING_SLOTS:
             slot = Int32(0)

@@ -12,7 +12,7 @@ SITE_CELLS = 4
 SITE_POOL = 5
 """Token warp: pulled rows of a 32-row pool block (index: block; expected: row pieces)."""
 SITE_RETURNS = 6
-"""Math warps: result rows from an expert owner (index: that rank; expected: cumulative pieces)."""
+"""Math warps: result rows from an expert owner (index: that rank; expected: cumulative 128-column pieces)."""
 SITE_HEADER = 7
 """CTA 0: a peer's header word is not this rank's (index: that rank; expected: own word; seen: theirs)."""
 SITE_PEER = 8
