@@ -372,8 +372,11 @@ def _integer(ins: Instruction, machine: Machine, base: str, kind: str) -> Functi
         "rem": _remainder,
         "popc": lambda a: np.array([bin(int(x)).count("1") for x in a], np.uint32),
         "clz": lambda a: np.array([8 * a.itemsize - int(x).bit_length() for x in a], np.uint32),
+        "bfind": lambda a: np.array([(32 - int(x).bit_length()) if x else 0xFFFFFFFF for x in a], np.uint32),
         "brev": lambda a: np.array([int(f"{int(x):032b}"[::-1], 2) for x in a], np.uint32),
     }
-    if base not in functions or len(ins.parts) > (3 if base == "mul" else 2):
+    if base not in functions or len(ins.parts) > (3 if base in ("mul", "bfind") else 2):
+        return None
+    if base == "bfind" and not (ins.has("shiftamt") and kind == "u32"):
         return None
     return _apply(ins, machine, [kind] * (len(ins.operands) - 1), functions[base])

@@ -146,11 +146,17 @@ def compile_store(ins: Instruction, machine: Machine) -> Function:
         if not which.size:
             return
         data, record, index = place.index(w, which, total)
-        machine.order.write(record, index, w.views, GENERIC, w.mark(strong is not None))
         words = np.empty((which.size, len(sources)), dtype)
         for i, source in enumerate(sources):
             words[:, i] = source(w)[which].astype(dtype)
-        data[index] = words.view(np.uint8).reshape(which.size, total)
+        new = words.view(np.uint8).reshape(which.size, total)
+        repeated = data[index] == new
+        mark = w.mark(strong is not None)
+        if repeated.any():
+            repeated &= machine.order.unordered(record, index, w.views, GENERIC)
+            record.repeat(index[repeated], mark)
+        machine.order.write(record, index[~repeated], w.views, GENERIC, mark)
+        data[index] = new
         machine.progress = True
         if strong is not None:
             for lane in which:

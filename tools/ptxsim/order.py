@@ -67,6 +67,22 @@ class Record:
         self.locate = locate
         self.writes = np.zeros(size, np.int64)
         self.reads = np.zeros(size, np.int64)
+        self._repeats: dict[int, list[int]] = {}
+
+    def repeat(self, index: Any, mark: int) -> None:
+        """Unordered writes of the value that is there already: being ordered after any one of the writers is enough."""
+        for byte in index.reshape(-1).tolist():
+            self._repeats.setdefault(byte, []).append(mark)
+
+    def overwrite(self, index: Any) -> None:
+        """A write of its own: earlier repeats no longer matter."""
+        if self._repeats:
+            for byte in np.arange(self.writes.size)[index].reshape(-1).tolist():
+                self._repeats.pop(byte, None)
+
+    def repeats(self, byte: int) -> list[int]:
+        """Other writers of a byte's present value."""
+        return self._repeats.get(byte, [])
 
 
 class Order:
@@ -88,6 +104,12 @@ class Order:
             known = TENSOR if view == TENSOR else GENERIC
             self._check(record, index, record.reads[index], views, known, mark, "write", "read")
             record.writes[index] = mark
+            record.overwrite(index)
+
+    @staticmethod
+    def _repeated(record: Record, byte: int, known: Events) -> bool:
+        """Whether another writer of the same value is ordered before."""
+        return any(known[e >> _AGENT_SHIFT] >= (e >> 1) & _CLOCK_MASK for e in record.repeats(byte))
 
     def unordered(self, record: Record, index: Any, views: Events, view: int) -> Any:
         """Which of the bytes at `index` were written by something that nothing orders before."""
@@ -103,11 +125,18 @@ class Order:
             bad &= (events & 1) == 0
         if not bad.any():
             return
-        first = tuple(np.argwhere(bad)[0])
+        places = np.arange(record.writes.size)[index]
+        faulty = np.argwhere(bad).tolist()
+        if before == "write":
+            known = views[view]
+            faulty = [at for at in faulty if not self._repeated(record, int(places[tuple(at)]), known)]
+        if not faulty:
+            return
+        first = tuple(faulty[0])
         agent = int(agents[first])
-        byte = int(np.arange(record.writes.size)[index][first])
-        known = view != GENERIC and view != TENSOR and bool(views[GENERIC][agent] >= int(clocks[first]))
-        if known:
+        byte = int(places[first])
+        fence_missing = view != GENERIC and view != TENSOR and bool(views[GENERIC][agent] >= int(clocks[first]))
+        if fence_missing:
             what = "no fence.proxy.async lies between"
         elif view == TENSOR and views[GENERIC][agent] >= int(clocks[first]):
             what = "no tcgen05.fence::after_thread_sync lies between"

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several virtual ranks of the Hopper kernel in one interpreted launch: dispatch and combine through peers' memory.
+
+Each rank has its own workspace, laid out by the product's region table, in the one global memory; all ranks run at the
+same time, in any interleaving. Scopes count: a flag between ranks that is not `.sys` orders nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS, SHARED_REGIONS, layout_numbers
+from trtllm_megamoe.formats import CombineFormat
+from trtllm_megamoe.regions import Geometry, RegionTable, header_words
+from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
+from trtllm_megamoe.weights.spec import LayerShape
+
+from .layers import TIMEOUT_NS, KernelFile, Tensors, pack, scale_table
+from .machine import TensorMap
+from .memory import POISON, GlobalMemory
+from .run import PATIENCE, RunReport, run_launch
+
+LAUNCH_FACTS = 7
+"""What all ranks must launch with alike; any number."""
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """One rank's call: x (T, H), ids and weights (T, K); T may be 0 and may differ between ranks."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RanksRun:
+    """Results: y (T, H) bf16 and the error record of every rank."""
+
+    y: list[torch.Tensor]
+    errors: list[list[int]]
+    report: RunReport
+
+
+class _Rank:
+    """One rank's buffers and arguments."""
+
+    def __init__(self, memory: GlobalMemory, table: RegionTable, kernel: KernelFile, rank: int) -> None:
+        self.memory, self.table, self.rank = memory, table, rank
+        self.values: dict[str, int | TensorMap] = {}
+        self.bases = {space: self._space(space) for space in ("shared", "local")}
+        layer, tile = kernel.facts["layer"], kernel.facts["tile"]
+        local = self.bases["local"]
+        self.values |= {name: local + table[region].offset_bytes for name, region in LOCAL_REGIONS.items()}
+        self.values |= {name: table[region].offset_bytes for name, region in SHARED_REGIONS.items()}
+        numbers = layout_numbers(table)
+        self.values |= numbers
+        self.values["error"] = local + table["error_record"].offset_bytes
+        rows = numbers["pool_rows"]
+        for i, width in enumerate(tile["token_widths"]):
+            for name, columns in (("pool", layer["hidden_size"]), ("h", layer["intermediate_size"])):
+                at = local + table[LOCAL_REGIONS[name]].offset_bytes
+                self.values[f"map{i}_{name}"] = TensorMap(at, rows, 2 * columns, 2 * columns, width, 128, 16, True)
+                self.values[f"map{i}_{name}_rows"] = rows
+
+    def _space(self, space: str) -> int:
+        table = self.table
+        contents = torch.full((table.total_bytes(space),), POISON, dtype=torch.uint8)  # type: ignore[arg-type]
+        for region in table.regions(space):  # type: ignore[arg-type]
+            if region.zero_at_start:
+                contents[region.offset_bytes : region.end_bytes] = 0
+        if space == "shared":
+            words = torch.tensor(header_words(table, 1), dtype=torch.int64).view(torch.uint8)
+            start = table["header"].offset_bytes
+            contents[start : start + words.numel()] = words
+        return self.memory.add(f"{space} space of rank {self.rank}", contents.numpy())
+
+    def add(self, name: str, contents: torch.Tensor | int) -> None:
+        """A buffer of this rank that is a launch argument."""
+        raw: torch.Tensor | int = contents
+        if isinstance(raw, torch.Tensor):
+            data = raw.contiguous().view(-1).view(torch.uint8).numpy()
+            self.values[name] = self.memory.add(self.name(name), data if data.size else 16)
+        else:
+            self.values[name] = self.memory.add(self.name(name), raw)
+
+    def name(self, buffer: str) -> str:
+        """Unique over ranks."""
+        return f"{buffer} of rank {self.rank}"
+
+
+def run_sm90_ranks(
+    kernel: KernelFile,
+    tensors: Tensors,
+    inputs: Sequence[RankInput],
+    *,
+    max_tokens: int,
+    grid: int = 2,
+    seed: int = 0,
+    launches: int = 1,
+    check_order: bool = True,
+    fault_steps: Sequence[int] = (),
+    timeout_ns: int = TIMEOUT_NS,
+    max_rounds: int = 20000,
+    patience: int = PATIENCE,
+) -> RanksRun:
+    """One layer over `len(inputs)` ranks, every launch with the same inputs; `grid` CTAs per rank.
+
+    Args:
+        tensors: checkpoint tensors of all experts, by canonical names.
+        max_tokens: the cap that fixes the workspace's strides.
+        fault_steps: per rank, the step before which it stops (0: none), as the kernel's argument.
+    """
+    layer = kernel.facts["layer"]
+    ranks, local_experts = layer["ep_size"], layer["num_local_experts"]
+    hidden, inter, top_k = layer["hidden_size"], layer["intermediate_size"], layer["top_k"]
+    if len(inputs) != ranks:
+        raise ValueError(f"{len(inputs)} inputs for {ranks} ranks")
+    geometry = Geometry(
+        hidden,
+        inter,
+        ranks * local_experts,
+        top_k,
+        max_tokens,
+        ranks,
+        CombineFormat(layer["combine_format"]),
+        layer["activation_mode"],
+    )
+    memory = GlobalMemory(1 << 23)
+    table = RegionTable(geometry)
+    members = [_Rank(memory, table, kernel, rank) for rank in range(ranks)]
+    peers = torch.tensor([member.bases["shared"] for member in members], dtype=torch.int64)
+    scales = scale_table(tensors, ranks * local_experts, layer["activation_mode"], 14)
+    for rank, (member, given) in enumerate(zip(members, inputs, strict=True)):
+        own = slice(rank * local_experts, (rank + 1) * local_experts)
+        shape = LayerShape(hidden, inter, local_experts, top_k)
+        renamed = {
+            f"{int(name.split('.', 1)[0]) - own.start}.{name.split('.', 1)[1]}": tensor
+            for name, tensor in tensors.items()
+            if own.start <= int(name.split(".", 1)[0]) < own.stop
+        }
+        packed = pack(renamed, local_experts, Sm90Layout(), shape)
+        member.add("w1", packed["fc1_records"])
+        member.add("w2", packed["fc2_records"])
+        own_scales = torch.cat((scales[own], scales[-1:]))
+        own_scales.view(torch.int32)[-1, 2] = LAUNCH_FACTS
+        member.add("scales", own_scales)
+        member.add("x", given.x.to(torch.bfloat16))
+        member.add("ids", given.ids)
+        member.add("route_weights", given.weights.float())
+        member.add("num_tokens", torch.tensor([len(given.x)], dtype=torch.int32))
+        member.add("y", max(len(given.x), 1) * hidden * 2)
+        member.add("peers", peers)
+        member.values |= {
+            "timeout_ns": timeout_ns,
+            "rank_operands": 0,
+            "local_stride": 0,
+            "ids_are_64": int(given.ids.dtype == torch.int64),
+            "fault_step": fault_steps[rank] if fault_steps else 0,
+            "dry": 0,
+            "lag": 2,
+            "rank": rank,
+            "ctas_per_rank": grid,
+        }
+    program = kernel.program()
+    arguments = [[member.values[name] for name in kernel.facts["arguments"]] for member in members]
+    for number in range(launches):
+        report = run_launch(
+            program,
+            memory,
+            arguments,
+            grid=grid,
+            seed=seed + number,
+            check_order=check_order,
+            max_rounds=max_rounds,
+            patience=patience,
+        )
+    outputs, errors = [], []
+    for member, given in zip(members, inputs, strict=True):
+        raw = torch.from_numpy(memory.view(member.name("y")).copy()).view(torch.bfloat16)
+        outputs.append(raw[: len(given.x) * hidden].reshape(len(given.x), hidden))
+        start = table["error_record"].offset_bytes
+        local = torch.from_numpy(memory.view(f"local space of rank {member.rank}").copy())
+        errors.append(local[start : start + 64].view(torch.int64).tolist())
+    return RanksRun(outputs, errors, report)
