@@ -149,6 +149,7 @@ class CudaEngine(Engine):
             "w1": packed["fc1_records"].data_ptr(),
             "w2": packed["fc2_records"].data_ptr(),
             "scales": self._scales.data_ptr(),
+            "num_tokens": self._token_counts.data_ptr(),  # none; every forward names its own
             "error": self._error.data_ptr(),
             "timeout_ns": int(self._config.timeout_s * 1e9),
             "peers": self._peers.data_ptr(),
