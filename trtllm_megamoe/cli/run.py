@@ -149,7 +149,7 @@ def _finish(case: RunCase, given: LayerInput, forwarded: Forwarded, output_path:
     click.echo(_describe(case, given, forwarded, check, output_path))
     if not check.passed:
         raise MegaMoeVerificationError(
-            f"rel-L2 {check.rel_l2:.3e} against the oracle is not below {TOLERANCE_REL_L2:g}, or non-finite values "
+            f"rel-L2 {check.rel_l2:.3e} against the oracle is not below {TOLERANCE_REL_L2[forwarded.engine]:g}, or non-finite values "
             f"differ; the result is in {output_path}"
         )
 
@@ -172,7 +172,7 @@ def _describe(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Che
         *_describe_scales(forwarded),
         ("time", f"load {forwarded.load_s:.3f} s, forward {forwarded.forward_s:.3f} s (slowest rank)"),
         ("check", f"rel-L2 {check.rel_l2:.3e}, cosine {check.cosine:.8f} against the oracle: "
-                  f"{verdict} {TOLERANCE_REL_L2:g}"),
+                  f"{verdict} {TOLERANCE_REL_L2[forwarded.engine]:g}"),
         ("output", str(output_path)),
     ]  # fmt: skip
     return table((), rows)
@@ -213,6 +213,6 @@ def _report(case: RunCase, given: LayerInput, forwarded: Forwarded, check: Check
         "calibrated": None if forwarded.calibrated is None else asdict(forwarded.calibrated),
         "load_s": forwarded.load_s,
         "forward_s": forwarded.forward_s,
-        "check": {**asdict(check), "tolerance_rel_l2": TOLERANCE_REL_L2},
+        "check": {**asdict(check), "tolerance_rel_l2": TOLERANCE_REL_L2[forwarded.engine]},
         "output": str(output_path),
     }
