@@ -68,7 +68,7 @@ $(COMPILER): $(STAMP)
 
 compile-check: $(COMPILER)
 	$(PY) tools/compile_check.py $(KERNELS)
-	$(PY) -m pytest tests/cpu/test_sm90_compile.py
+	$(PY) -m pytest tests/cpu/test_sm90_compile.py tests/cpu/test_sm100_compile.py
 
 compile-all: $(COMPILER)
 	$(PY) tools/compile_check.py $(KERNELS) --all

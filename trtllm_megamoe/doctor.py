@@ -25,7 +25,13 @@ MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 4)
 _PROBE_S = 60.0
 
-_GPU_FAMILIES = {(9, 0): "Hopper (sm_90a)", (10, 0): "Blackwell (sm_100a)", (10, 3): "Blackwell (sm_103a)"}
+_HOPPER = "Hopper (sm_90a)"
+_NOT_RUN = "kernels compiled, inspected, interpreted; not yet run on hardware, no engine launches them"
+_GPU_FAMILIES = {
+    (9, 0): _HOPPER,
+    (10, 0): f"Blackwell (sm_100a): {_NOT_RUN}",
+    (10, 3): f"Blackwell (sm_103a): {_NOT_RUN}",
+}
 """Compute capability -> the family whose kernels run on it."""
 
 
@@ -145,15 +151,15 @@ def _gpu_arch() -> Finding:
     needed_for = "cuda engine"
     torch = _load_torch()
     if torch is None or not torch.cuda.is_available():
-        return Finding("gpu arch", "missing", "no GPU visible", needed_for, "run on a Hopper or Blackwell GPU")
+        return Finding("gpu arch", "missing", "no GPU visible", needed_for, "run on a Hopper GPU")
     seen = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         family = _GPU_FAMILIES.get(capability, "not supported")
         seen.append((torch.cuda.get_device_name(index), capability, family))
     text = ", ".join(sorted({f"{name}: {major}.{minor}, {family}" for name, (major, minor), family in seen}))
-    if all(family == "not supported" for _, _, family in seen):
-        return Finding("gpu arch", "unusable", text, needed_for, "run on a Hopper or Blackwell GPU")
+    if all(family != _HOPPER for _, _, family in seen):
+        return Finding("gpu arch", "unusable", text, needed_for, "run on a Hopper GPU")
     return Finding("gpu arch", "ok", text, needed_for)
 
 

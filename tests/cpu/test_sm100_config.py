@@ -158,7 +158,7 @@ def test_argument_names_are_unique() -> None:
 
 
 PTX = Path(__file__).parent.parent / "data" / "ptx" / "sm100_b32.ptx"
-FACTS = {"arch": "sm_100a", **KernelConfig(LayerSpec(352, 96, 5, 3, "nvfp4"), TileConfig("b32s5", 32, 5)).facts()}
+FACTS = {"arch": "sm_100a", **KernelConfig(LayerSpec(800, 96, 3, 3, "nvfp4"), TileConfig("b32s5", 32, 5)).facts()}
 
 
 def test_lint_of_a_real_kernel_has_no_fault_and_every_rule_can_fail() -> None:

@@ -107,6 +107,7 @@ class Warp:
         self.live = np.ones(LANES, bool)
         self.parked = np.zeros(LANES, bool)
         self.running = True
+        self.pace = 1
         self.thread_index = (np.arange(LANES) + LANES * index).astype(np.uint32)
         self.views = vector
         name = f"warp {index} of {cta.name}"
@@ -126,7 +127,6 @@ class Warp:
         self.mma_committed = 0
         self.mma_pending: dict[str, tuple[int, NDArray[Any]]] = {}
         self.tmem_clock = 1
-        self.tmem_pending: list[tuple[str, NDArray[Any]]] = []
         self.tmem_waited = 0
         self.fence_release: tuple[str, Events] | None = None
         self.relaxed_seen: dict[int, tuple[str, Flag]] = {}

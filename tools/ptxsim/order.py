@@ -10,8 +10,8 @@ and TMEM loads, per CTA's tensor core. Every warp holds one vector per VIEW of m
 - TENSOR: what its tcgen05 instructions are ordered after on TMEM; filled by tcgen05.fence::after_thread_sync.
 
 An access is an event (component, clock). A read must be ordered after the last write, a write after the last write and
-the last read. Only the last reader of a byte is kept, and a warp counts as one thread: a warp's lanes are not checked
-against each other. Scopes: a release and an acquire meet only if each one's scope contains the other's thread.
+the last reads. Of a byte's readers two are kept that nothing orders, and a warp counts as one thread: its lanes are not
+checked against each other. A release and an acquire meet only if each one's scope contains the other's thread.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ class Components:
 
 
 class Record:
-    """Last write and last read of every byte (or TMEM column) of one memory."""
+    """Last write and last reads of every byte (or TMEM column) of one memory."""
 
     def __init__(self, size: int, locate: Callable[[int], str]) -> None:
         self.locate = locate
         self.writes = np.zeros(size, np.int64)
         self.reads = np.zeros(size, np.int64)
+        self.other_reads = np.zeros(size, np.int64)
         self._repeats: dict[int, list[int]] = {}
 
     def repeat(self, index: Any, mark: int) -> None:
@@ -95,6 +96,10 @@ class Order:
         """A read of the bytes at `index`; `mark` is its event."""
         if self.enabled:
             self._check(record, index, record.writes[index], views, view, mark, "read", "write")
+            before = record.reads[index]
+            apart = views[view][before >> _AGENT_SHIFT] < (before >> 1) & _CLOCK_MASK
+            if apart.any():
+                record.other_reads[index] = np.where(apart, before, record.other_reads[index])
             record.reads[index] = mark
 
     def write(self, record: Record, index: Any, views: Events, view: int, mark: int) -> None:
@@ -103,6 +108,7 @@ class Order:
             self._check(record, index, record.writes[index], views, view, mark, "write", "write")
             known = TENSOR if view == TENSOR else GENERIC
             self._check(record, index, record.reads[index], views, known, mark, "write", "read")
+            self._check(record, index, record.other_reads[index], views, known, mark, "write", "read")
             record.writes[index] = mark
             record.overwrite(index)
 

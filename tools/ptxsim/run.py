@@ -25,6 +25,8 @@ from .tensor import compile_tensor
 
 ROUND_NS = 100
 """Advance of %globaltimer per scheduling round."""
+PACES = (1, 1, 2, 4, 16)
+"""A warp takes part in one round of so many, drawn per warp: some run far ahead of others."""
 MAX_SLICE = 250
 """Most instructions of a warp in one round."""
 PATIENCE = 400
@@ -218,6 +220,8 @@ class Launch:
         """
         machine = self.machine
         idle = rounds = 0
+        for w in machine.warps:
+            w.pace = int(machine.rng.choice(PACES))
         while True:
             active = [w for w in machine.warps if w.running]
             if not active:
@@ -229,7 +233,8 @@ class Launch:
             order = machine.rng.permutation(len(active))
             lengths = machine.rng.integers(1, MAX_SLICE, len(active))
             for i in order:
-                self._run_slice(active[i], int(lengths[i]))
+                if idle or active[i].pace == 1 or int(machine.rng.integers(active[i].pace)) == 0:
+                    self._run_slice(active[i], int(lengths[i]))
             self._async_round()
             pending = bool(machine.async_work) or any(machine.tensor_queues.values())
             if machine.progress:

@@ -268,18 +268,14 @@ def _tmem_load(ins: Instruction, machine: Machine) -> Function:
         w.cta.tmem.check(column, len(targets))
         index = lane // 32 * TMEM_COLUMNS + column + np.arange(len(targets))
         machine.order.read(w.cta.tmem.record, index, w.views, TENSOR, event(w.tmem_loads, w.tmem_clock))
-        for i, target in enumerate(targets):
-            w.tmem_pending.append((target, w.cta.tmem.data[lane : lane + 32, column + i].copy()))
-            w.registers.pop(target, None)
+        for i, target in enumerate(targets):  # reading them waits by itself: a register dependency is respected
+            w.registers[target] = w.cta.tmem.data[lane : lane + 32, column + i].copy()
 
     return run
 
 
 def _tmem_wait(w: Warp, m: Mask) -> None:
     whole(w, m, "tcgen05.wait::ld")
-    for register, content in w.tmem_pending:
-        w.registers[register] = content
-    w.tmem_pending.clear()
     w.tmem_waited = w.tmem_clock
     w.tmem_clock += 1
     w.views[TENSOR, w.tmem_loads] = w.tmem_waited

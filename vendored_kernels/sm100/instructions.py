@@ -60,7 +60,7 @@ def nvfp4_codes8(values, inverse, *, loc=None, ip=None):
 def load_tmem(address, count: int, *, loc=None, ip=None):
     """`count` TMEM columns of this warp's 32 lanes, one fp32 each per lane; complete when it returns.
 
-    Load and wait are one piece of assembly: between two, the compiler packs the registers before they have arrived.
+    Load and wait are one piece of assembly, so that nothing is scheduled between them.
     """
     registers = ", ".join(f"${i}" for i in range(count))
     text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{registers}}}, [${count}];\ntcgen05.wait::ld.sync.aligned;"
