@@ -3,9 +3,10 @@
 
     python tools/compile_check.py OUT_DIR [--all] [--jobs N]
 
-Without `--all` a set that covers every axis once: each tile configuration, both activation modes, each wire, clamp and
-score placement, each preset's shape. With it: every kernel that any preset can launch at EP 8. For Blackwell both
-targets, one rank's experts as a layer of its own: each token block once, or with `--all` all. Objects, PTX and cubins
+Without `--all` a set that covers every axis once: each tile configuration with and without an exchange between ranks,
+both activation modes, each wire, clamp and score placement, each preset's shape. With it: every kernel that any preset
+can launch at EP 8, or one rank's experts as a layer of its own. For Blackwell both targets, one rank's experts: each
+token block once, or with `--all` all. Objects, PTX and cubins
 stay in OUT_DIR; `tools/check_kernels.py` judges them. Needs the DSL, a C compiler and cuobjdump.
 """
 
@@ -37,18 +38,24 @@ CAP = 8192
 NUM_SMS = 132
 
 
-def kernels_of(model: ModelShape, wire: CombineFormat, mode: ActivationMode) -> list[KernelConfig]:
+def share_of(model: ModelShape) -> ModelShape:
+    """One rank's experts of the model as a layer of its own."""
+    return replace(model, num_experts=model.num_experts // EP_SIZE)
+
+
+def kernels_of(model: ModelShape, wire: CombineFormat, mode: ActivationMode, ranks: int) -> list[KernelConfig]:
     """What a layer of this model can launch, over all buckets."""
     config = model.layer_config(max_tokens_per_rank=CAP, combine_format=wire)
-    spec = hopper.layer_spec(config, EP_SIZE, mode)
+    spec = hopper.layer_spec(config, ranks, mode)
     tiles = hopper.tiles_of_ladder(spec, BucketLadder.for_cap(CAP), NUM_SMS).values()
     return [KernelConfig(spec, tile) for tile in {tile.name: tile for tile in tiles}.values()]
 
 
 def every_kernel() -> Iterator[KernelConfig]:
-    """Every preset, wire, mode and tile."""
+    """Every preset, wire, mode and tile; over ranks, and one rank's share alone."""
     for model, wire, mode in product(PRESETS.values(), CombineFormat, ActivationMode):
-        yield from kernels_of(model, wire, mode)
+        yield from kernels_of(model, wire, mode, EP_SIZE)
+        yield from kernels_of(share_of(model), wire, mode, 1)
 
 
 def covering_kernels() -> Iterator[KernelConfig]:
@@ -58,7 +65,7 @@ def covering_kernels() -> Iterator[KernelConfig]:
         layer, tile = kernel.layer, kernel.tile
         mode, wire = layer.activation_mode, layer.combine_format
         axes: set[tuple[str, object]] = {
-            ("tile and mode", (tile.name, mode)),
+            ("tile, mode and ranks", (tile.name, mode, layer.ep_size)),
             ("tile and wire", (tile.name, wire)),
             ("wire and mode", (wire, mode)),
             ("shape", (layer.hidden_size, layer.intermediate_size, layer.num_local_experts)),
@@ -74,8 +81,7 @@ def covering_kernels() -> Iterator[KernelConfig]:
 def every_blackwell_kernel() -> Iterator[Sm100Config]:
     """Every preset's share of EP 8, wire and token block."""
     for model, wire in product(PRESETS.values(), CombineFormat):
-        share = replace(model, num_experts=model.num_experts // EP_SIZE)
-        config = share.layer_config(max_tokens_per_rank=CAP, combine_format=wire)
+        config = share_of(model).layer_config(max_tokens_per_rank=CAP, combine_format=wire)
         for tile in BLACKWELL_TILES.values():
             yield Sm100Config(blackwell.layer_spec(config, 1), tile)
 

@@ -149,8 +149,8 @@ def _finish(case: RunCase, given: LayerInput, forwarded: Forwarded, output_path:
     click.echo(_describe(case, given, forwarded, check, output_path))
     if not check.passed:
         raise MegaMoeVerificationError(
-            f"rel-L2 {check.rel_l2:.3e} against the oracle is not below {TOLERANCE_REL_L2[forwarded.engine]:g}, or non-finite values "
-            f"differ; the result is in {output_path}"
+            f"rel-L2 {check.rel_l2:.3e} against the oracle is not below {TOLERANCE_REL_L2[forwarded.engine]:g}, or "
+            f"non-finite values differ; the result is in {output_path}"
         )
 
 
