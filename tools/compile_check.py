@@ -66,8 +66,8 @@ def covering_kernels() -> Iterator[KernelConfig]:
         mode, wire = layer.activation_mode, layer.combine_format
         axes: set[tuple[str, object]] = {
             ("tile, mode and ranks", (tile.name, mode, layer.ep_size)),
-            ("tile and wire", (tile.name, wire)),
             ("wire and mode", (wire, mode)),
+            ("wire and rows", (wire, tile.rows)),
             ("shape", (layer.hidden_size, layer.intermediate_size, layer.num_local_experts)),
             ("placement", layer.weigh_before_requant),
             ("clamp", layer.clamp),
