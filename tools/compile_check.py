@@ -67,7 +67,6 @@ def covering_kernels() -> Iterator[KernelConfig]:
         axes: set[tuple[str, object]] = {
             ("tile, mode and ranks", (tile.name, mode, layer.ep_size)),
             ("wire and mode", (wire, mode)),
-            ("wire and rows", (wire, tile.rows)),
             ("shape", (layer.hidden_size, layer.intermediate_size, layer.num_local_experts)),
             ("placement", layer.weigh_before_requant),
             ("clamp", layer.clamp),
