@@ -60,8 +60,8 @@ class MegaMoELayer:
         MegaMoeRankDivergenceError: Ranks disagree; the same text on all of them.
         MegaMoeStateError: The given workspace is closed, or a launch on it failed.
 
-    Collective: construction and forward, in the same order on all ranks. Graph-safe: forward, on the CUDA engine, after
-    `prepare` or one eager forward per bucket; no on the CPU engine.
+    Collective: construction and forward, in the same order on all ranks. Graph-safe: forward, on the CUDA engine, once
+    weights are loaded; no on the CPU engine.
     Source: docs/architecture.md, requirements R1-R7.
     """
 
