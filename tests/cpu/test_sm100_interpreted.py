@@ -18,10 +18,10 @@ from tools.ptxsim.mutate import mutants
 @pytest.mark.parametrize(
     ("build", "kind", "count", "grid"),
     [
-        ("b32", RoutingKind.MASKED_30, 17, 2),
-        ("b64", RoutingKind.HOT_EXPERT, 70, 2),
-        ("b128", RoutingKind.ZIPF, 80, 2),
-        ("b256", RoutingKind.HOT_EXPERT, 140, 2),
+        ("b32", RoutingKind.MASKED_30, 13, 2),
+        ("b64", RoutingKind.HOT_EXPERT, 40, 2),
+        ("b128", RoutingKind.ZIPF, 50, 2),
+        ("b256", RoutingKind.HOT_EXPERT, 80, 2),
         ("b32", RoutingKind.RANDOM, 2, 3),
         ("b32", RoutingKind.ALL_MASKED, 3, 1),
         ("b128", RoutingKind.RANDOM, 0, 2),
@@ -40,7 +40,7 @@ def test_blackwell_kernel_nan_infinity_and_zero_rows_follow_the_codecs() -> None
 
 
 def test_blackwell_kernel_second_launch_on_the_same_workspace_with_int32_ids_equals_the_first() -> None:
-    case = Sm100Case("b32", RoutingKind.DUPLICATES, 9)
+    case = Sm100Case("b32", RoutingKind.DUPLICATES, 5)
     case.check(case.run(seed=7, launches=2, ids=case.routing.topk_ids.int()))
 
 

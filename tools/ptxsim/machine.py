@@ -120,6 +120,7 @@ class Warp:
         self.tmem_loads = components.new(f"tcgen05.ld of {name}")
         self.waiting: Any = None
         self.waits_for = ""
+        self.still_blocked: Callable[[], bool] | None = None
         self.cluster_generation = -1
         self.bulk_open: list[Any] = []
         self.bulk_groups: list[list[Any]] = []

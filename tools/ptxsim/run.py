@@ -167,6 +167,10 @@ class Launch:
             w.pcs, w.pc = None, first
 
     def _run_slice(self, w: Warp, length: int) -> None:
+        if w.still_blocked is not None:
+            if w.still_blocked():
+                return
+            w.still_blocked = None
         try:
             for _ in range(length):
                 result = self._step(w)

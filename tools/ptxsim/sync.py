@@ -45,6 +45,8 @@ def _bar_sync(ins: Instruction, machine: Machine) -> Function:
                 _end(barrier)
                 machine.progress = True
         if w.waiting == barrier.generation:
+            generation = barrier.generation
+            w.still_blocked = lambda: barrier.generation == generation
             return BLOCK
         assert barrier.done is not None
         w.learn(barrier.done)
@@ -126,7 +128,9 @@ def _mbarrier(ins: Instruction, machine: Machine) -> Function:
             if (addresses != addresses[0]).any() or (parities != parities[0]).any():
                 raise SimError("lanes of a warp wait for different barriers or phases")
             barrier = w.cta.mbarrier(int(addresses[0]) & ((1 << CTA_SHIFT) - 1), user=w)
-            if (barrier.phase & 1) == int(parities[0]):
+            wanted = int(parities[0])
+            if (barrier.phase & 1) == wanted:
+                w.still_blocked = lambda: (barrier.phase & 1) == wanted
                 w.waits_for = (
                     f"{barrier.name}, phase {barrier.phase}: {barrier.pending} arrivals, {barrier.bytes} bytes"
                 )
