@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from tests.helpers.symmetric_program import WAIT_S, assert_exchanged, communicator, exchange
 from trtllm_megamoe.comm import Communicator
-from trtllm_megamoe.symmetric.devices import choose_device, nvlink_matrix
+from trtllm_megamoe.symmetric.devices import OVERLAP_VARIABLE, choose_device, nvlink_matrix
 
-pytestmark = pytest.mark.gpu_2
+pytestmark = [
+    pytest.mark.gpu_2,
+    pytest.mark.skipif(os.environ.get(OVERLAP_VARIABLE) == "1", reason="ranks share GPUs here, by request"),
+]
 
 
 @pytest.fixture(scope="module")
