@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that needs several GPUs, one command: `python tools/multigpu_suite.py --ranks R --out FILE.json [PART...]`.
+"""Everything that needs several GPUs: `python tools/multigpu_suite.py --ranks R --out FILE.json [PART...]`.
 
 Parts: tests (tests/multigpu: oracle, one GPU's bits, graphs, delays), soak (10 000 launches of it), dead-rank (a killed
-process is named in time), and one benchmark per preset: v4-pro, v4-flash, dsv3, each GPU with its share of an EP8 layer,
+process is named in time), and a benchmark per preset: v4-pro, v4-flash, dsv3, each GPU with its share of an EP8 layer,
 1 to 8192 tokens a rank. `--wires` and `--modes` widen the benchmarks. Every step has a watchdog; a step that fails or
 hangs is recorded and the next one runs. Kernels come from the cache (TRTLLM_MEGAMOE_CACHE_DIR).
 """
@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from trtllm_megamoe.comm.launch import mpirun_command, mpirun_environment
 
+ROOT = Path(__file__).parent.parent
 PRESETS = {"v4-pro": "deepseek-v4-pro", "v4-flash": "deepseek-v4-flash", "dsv3": "deepseek-v3"}
 PARTS = ("tests", "soak", "dead-rank", *PRESETS)
 SHARES = 8
@@ -36,11 +36,12 @@ TOKENS = "1,8,64,512,2048,8192"
 
 @dataclass(frozen=True)
 class Step:
-    """One command under a watchdog; `report` is a JSON file that it leaves."""
+    """One command under a watchdog. It must say `proof` (a skipped test is no success); `report` is its JSON file."""
 
     name: str
     command: list[str]
     limit_s: float
+    proof: str
     env: dict[str, str] = field(default_factory=dict)
     report: Path | None = None
 
@@ -51,12 +52,16 @@ def steps_of(parts: list[str], ranks: int, wires: str, modes: str, scratch: Path
     steps = []
     for part in parts:
         if part == "tests":
-            steps.append(Step(part, mpirun_command(ranks, [*pytest, "tests/multigpu"]), 180))
+            steps.append(Step(part, mpirun_command(ranks, [*pytest, "tests/multigpu"]), 180, " passed"))
         elif part == "soak":
             command = mpirun_command(ranks, [*pytest, "tests/multigpu", "-k", "many_launches"])
-            steps.append(Step(part, command, 180, {"MEGAMOE_SOAK_LAUNCHES": "10000"}))
+            steps.append(Step(part, command, 180, " passed", {"MEGAMOE_SOAK_LAUNCHES": "10000"}))
         elif part == "dead-rank":
-            steps.append(Step(part, [sys.executable, *pytest, "tests/gpu/test_cuda_processes.py", "-k", "killed"], 180))
+            steps.append(
+                Step(
+                    part, [sys.executable, *pytest, "tests/gpu/test_cuda_processes.py", "-k", "killed"], 180, " passed"
+                )
+            )
         else:
             for mode in modes.split(","):
                 report = scratch / f"{part}-{mode}.json"
@@ -64,7 +69,7 @@ def steps_of(parts: list[str], ranks: int, wires: str, modes: str, scratch: Path
                 command += ["--preset", PRESETS[part], "--scale-experts", str(SHARES // ranks)]
                 command += ["--tokens-per-rank", TOKENS, "--activations", mode, "--combine-format", wires]
                 command += ["--cuda-graph", "--mode", "lockstep,burst", "--json", str(report)]
-                steps.append(Step(f"{part} {mode}", mpirun_command(ranks, command), 240, report=report))
+                steps.append(Step(f"{part} {mode}", mpirun_command(ranks, command), 240, "verified", report=report))
     return steps
 
 
@@ -72,14 +77,8 @@ def run(step: Step, ranks: int) -> dict[str, Any]:
     """What a step said: exit status, seconds, last lines, its own report."""
     started = time.monotonic()
     environment = mpirun_environment(ranks) | step.env
-    process = subprocess.Popen(
-        step.command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    process = subprocess.Popen(step.command, cwd=ROOT, env=environment, **pipes)
     status: int | str
     try:
         output = process.communicate(timeout=step.limit_s)[0]
@@ -94,7 +93,7 @@ def run(step: Step, ranks: int) -> dict[str, Any]:
         "status": status,
         "seconds": round(time.monotonic() - started, 1),
         "output": output.decode(errors="replace").splitlines()[-40:],
-        "ok": status == 0,
+        "ok": status == 0 and step.proof in output.decode(errors="replace"),
     }
     if step.report is not None and step.report.is_file():
         result["report"] = json.loads(step.report.read_text())
