@@ -316,7 +316,7 @@ class KernelConfig:
         if not self.exchange:
             return 0
         local, ranks = self.layer.num_local_experts, self.layer.ep_size
-        return 2 * self.route_table_experts + 2 * self.layer.num_experts + local + 4 * ranks
+        return 2 * self.route_table_experts + 2 * self.layer.num_experts + local + 4 * ranks + 4
 
     @property
     def pass_tokens(self) -> int:

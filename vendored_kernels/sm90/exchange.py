@@ -59,7 +59,9 @@ class ExchangeOffsets:
         self.lost = self.sent + 4 * ranks  # not 0: some size cell never came; then total token blocks and live experts
         self.blocks = self.lost + 4
         self.live = self.lost + 8
-        self.counts = 16 * ranks  # (E): own routes per expert; once published, received routes per (source, expert)
+        self.counts = (
+            16 * ranks + 16
+        )  # (E): own routes per expert; once published, received routes per (source, expert)
         self.cursors = self.counts + 4 * cfg.route_table_experts  # (E): next place in the owner's index row
         self.first = self.cursors + 4 * cfg.route_table_experts  # (L, R + 1): rows of an expert before the i-th source
         self.start = self.first + 4 * local * (ranks + 1)  # (R, L): place of an expert in a source's index row
@@ -263,18 +265,11 @@ def receive_cells(cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64,
 
 @cute.jit
 def share_table(cfg, ex: Int32, blocks, live, thread):
-    """The single-purpose warps: the tile table is built; what dispatch needs besides it."""
+    """The single-purpose warps: what dispatch needs besides the tile table; a barrier of all of them follows."""
     at = const_expr(ExchangeOffsets(cfg))
     if thread == 0:
         ptx.sts32(ex + at.blocks, blocks)
         ptx.sts32(ex + at.live, live)
-    await_table(cfg)
-
-
-@cute.jit
-def await_table(cfg):
-    """Dispatch warps meet the single-purpose warps here."""
-    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
 
 
 @cute.jit

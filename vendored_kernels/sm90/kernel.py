@@ -92,7 +92,9 @@ from .waits import (
     ABORT,
     ABORT_AT,
     CONTROL_BYTES,
+    CTAS,
     ERROR,
+    GIVEN_UP,
     LAUNCH,
     PEERS,
     RANK,
@@ -373,6 +375,8 @@ class Sm90MegaMoeNvfp4Kernel:
             ptx.sts64(control + TIMEOUT, timeout_ns)
             ptx.sts64(control + PEERS, peers)
             ptx.sts64(control + ABORT_AT, abort_at)
+            ptx.sts32(control + GIVEN_UP, 0)
+            ptx.sts32(control + CTAS, gdim)
         i = tidx
         while i < const_expr(cfg.route_table_experts if cfg.exchange else cfg.table_experts):
             ptx.sts32(counts + i * 4, 0)
@@ -413,7 +417,9 @@ class Sm90MegaMoeNvfp4Kernel:
             cute.arch.sync_threads()
             if warp >= math_warps:
                 cute.arch.setmaxregister_decrease(cfg.producer_registers)
-                producer = tidx - math_warps * 32
+                # Thread numbers are read again in each branch: kept over all of it, they would be spilled.
+                producer = ptx.thread_index() - math_warps * 32
+                role_lane = producer % 32
                 if const_expr(cfg.exchange):
                     if bidx == 0 and warp >= math_warps + 4 and fault_step != FAULT_PUBLISH:
                         exchange.publish(
@@ -429,10 +435,14 @@ class Sm90MegaMoeNvfp4Kernel:
                         )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
                     exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
+                blocks = Int32(0)
                 if warp < math_warps + 4:
                     blocks, live = scheduler.build_table(cfg, table, lag, producer)
                     if const_expr(cfg.exchange):
                         exchange.share_table(cfg, ex, blocks, live, producer)
+                if const_expr(cfg.exchange):
+                    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
+                if warp < math_warps + 4:
                     self.single_warps(
                         bars,
                         table,
@@ -465,10 +475,9 @@ class Sm90MegaMoeNvfp4Kernel:
                         bidx,
                         gdim,
                         warp - math_warps,
-                        lane,
+                        role_lane,
                     )
                 elif const_expr(cfg.exchange):
-                    exchange.await_table(cfg)
                     if fault_step != FAULT_PULL:
                         exchange.pull(
                             cfg,
@@ -490,7 +499,7 @@ class Sm90MegaMoeNvfp4Kernel:
                             bidx,
                             gdim,
                             warp - (math_warps + 4),
-                            lane,
+                            role_lane,
                         )
             else:
                 cute.arch.setmaxregister_increase(cfg.math_registers)
@@ -570,24 +579,24 @@ class Sm90MegaMoeNvfp4Kernel:
                     bases,
                     results_at,
                     result_scales_at,
-                    tidx,
                     warp,
-                    lane,
                 )
+                last_thread = ptx.thread_index()
                 launch = ptx.lds32(control + LAUNCH)
                 tokens = ptx.lds32(control + TOKENS)
+                ctas = ptx.lds32(control + CTAS)
                 items = tokens * reduce.items_per_token(cfg)
-                first_item = Int32(Int64(items) * Int64(bidx) // Int64(gdim))
-                own_items = Int32(Int64(items) * Int64(bidx + 1) // Int64(gdim)) - first_item
+                first_item = Int32(Int64(items) * Int64(bidx) // Int64(ctas))
+                own_items = Int32(Int64(items) * Int64(bidx + 1) // Int64(ctas)) - first_item
                 results, result_scales = results_at, result_scales_at
                 if const_expr(cfg.exchange):
                     own = ptx.lds64(bases + ptx.lds32(control + RANK) * 8)
                     results, result_scales = own + results_at, own + result_scales_at
                     if warp == 0 and (own_items > 0 or bidx == 0):
-                        exchange.wait_for_own_rows(cfg, ex, control, returns_at, expected_returns, lane)
+                        exchange.wait_for_own_rows(cfg, ex, control, returns_at, expected_returns, last_thread % 32)
                     cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
                 elif own_items > 0:
-                    if lane == 0:
+                    if last_thread % 32 == 0:
                         done_counter = counters + Int64(FIRST_BANK + (launch & 1) * BANK_WORDS + FC2_DONE) * 4
                         wait_at_least(done_counter, fc2_tiles, control, 1, SITE_FC2, 0)
                     cute.arch.sync_warp()
@@ -603,10 +612,10 @@ class Sm90MegaMoeNvfp4Kernel:
                         first_item,
                         own_items,
                         warp,
-                        lane,
+                        last_thread % 32,
                     )
-                if tidx == 0:
-                    if ptx.flag_fetch_add_acq_rel_gpu(counters + EXIT_WORD * 4, 1) == gdim - 1:
+                if last_thread == 0:
+                    if ptx.flag_fetch_add_acq_rel_gpu(counters + EXIT_WORD * 4, 1) == ptx.lds32(control + CTAS) - 1:
                         ptx.stg32(counters + EXIT_WORD * 4, 0)
                         if ptx.flag_load_acquire_sys(ptx.lds64(control + ABORT)) == 0:
                             if const_expr(cfg.exchange):
@@ -706,9 +715,7 @@ class Sm90MegaMoeNvfp4Kernel:
         bases: Int32,
         results: Int64,
         result_scales: Int64,
-        tidx,
         warp,
-        lane,
     ):
         """The math warps' tile loop; returns the number of fc2 tiles of the whole launch."""
         cfg = self.cfg
@@ -717,10 +724,11 @@ class Sm90MegaMoeNvfp4Kernel:
         m64 = const_expr(tile.m64_per_warpgroup)
         swiglu = const_expr(ptx.make_swiglu(layer.swiglu_alpha, layer.swiglu_beta))
         fc1_epilogue = const_expr(epilogue.fc1_nvfp4 if layer.activation_mode == "nvfp4" else epilogue.fc1_bf16)
-        t128 = tidx % 128
         wg = warp // 4
         warp4 = warp % 4
-        codes0, scales0, descriptor0 = mainloop.operand_addresses(cfg, weights_at, tokens_at, wg, t128)
+        codes0, scales0, descriptor0 = mainloop.operand_addresses(
+            cfg, weights_at, tokens_at, wg, ptx.thread_index() % 128
+        )
         my_staging = staging_at + wg * cfg.staging_bytes
         buffers = [cute.make_rmem_tensor(cute.make_layout(16), Int32) for _ in range(2)]
         weight_stage, weight_phase = Int32(0), Int32(0)
@@ -737,6 +745,8 @@ class Sm90MegaMoeNvfp4Kernel:
                 expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
                 row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
                 width = ptx.lds32(entry + 24)
+                t128 = ptx.thread_index() % 128  # of this tile: see the producers' branch
+                lane = t128 % 32
                 steps = Int32(layer.fc1_steps) if kind == FC1 else Int32(layer.fc2_steps)
                 expert_scales = ptx.ldg128f(scales + Int64(expert) * 16)
                 tile_rows = rows_at + slot * (tile.widest * 4 * cfg.row_words)
@@ -811,7 +821,7 @@ class Sm90MegaMoeNvfp4Kernel:
                                         warp4,
                                     )
                 cute.arch.sync_warp()
-                if lane == 0:
+                if ptx.thread_index() % 32 == 0:
                     cute.arch.mbarrier_arrive(done + slot)
             slot = slot + 1
             if slot == RING_SLOTS:

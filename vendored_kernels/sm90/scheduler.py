@@ -17,7 +17,7 @@ from cutlass.cute.typing import AddressSpace
 
 from .. import ptx
 from .config import K_STEP, POOL_BLOCK_ROWS, RECORD_BYTES, RING_SLOTS
-from .waits import COUNT_BITS, RANK, SITE_FC1, SITE_POOL, SITE_STAGED, wait_at_least
+from .waits import COUNT_BITS, GIVEN_UP, RANK, SITE_FC1, SITE_POOL, SITE_STAGED, wait_at_least
 
 FC1, FC2, END = 0, 1, 2
 """Kinds of ring entries."""
@@ -263,30 +263,26 @@ def token_warp(
     per_stage = const_expr(cfg.steps_per_stage)
     widest = const_expr(tile.widest)
     stage, phase = Int32(0), Int32(1)
-    slot, slot_phase = Int32(0), Int32(0)
+    entries = Int32(0)
     kind = Int32(FC1)
     staged = Int32(0)
-    gave_up = Int32(0)
     at = const_expr(TableOffsets(cfg.table_experts))
     while kind != END:
-        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
+        slot = entries % RING_SLOTS
+        cute.arch.mbarrier_wait(ifull + slot, entries // RING_SLOTS % 2)
         entry = info + slot * INFO_BYTES
+        # What a tile needs is read where it is needed: this warp has few registers, and the entry stays until the end.
         kind = ptx.lds32(entry)
-        expert = ptx.lds32(entry + 4)
-        row0 = ptx.lds32(entry + 12)
-        valid = ptx.lds32(entry + 16)
-        counter = ptx.lds32(entry + 20)
-        width = ptx.lds32(entry + 24)
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(iempty + slot)
         mine = rows_at + slot * (widest * 4 * cfg.row_words)
         if kind != END:
+            gave_up = ptx.lds32(control + GIVEN_UP)
+            row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
             if gave_up == 0:
                 if const_expr(row_pieces > 0):
                     # Lane l waits for the l-th 32-row block of the pool that the tile touches (in fc2: for its meta).
                     block = row0 // POOL_BLOCK_ROWS + lane
                     first = block * POOL_BLOCK_ROWS
+                    expert = ptx.lds32(entry + 4)
                     if first < row0 + valid:
                         end = ptx.lds32(table + at.first_row + expert * 4) + ptx.lds32(table + at.rows + expert * 4)
                         rows = end - first if end - first < POOL_BLOCK_ROWS else Int32(POOL_BLOCK_ROWS)
@@ -317,13 +313,17 @@ def token_warp(
                             ptx.sts32(mine + (widest + j) * 4, ptx.ldg32(row_weight + row * 4))
             if kind == FC2:
                 if gave_up == 0:
+                    counter = ptx.lds32(entry + 20)
                     gave_up = wait_at_least(
                         ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
                     )
             if lane == 0:
                 ptx.sts32(entry + 28, gave_up)
+                ptx.sts32(control + GIVEN_UP, gave_up)
             ptx.fence_proxy_async()
             cute.arch.sync_warp()
+        first_row = ptx.lds32(entry + 12)
+        width = ptx.lds32(entry + 24)
         for v in cutlass.range_constexpr(len(tile.token_widths) * 2):
             n = const_expr(tile.token_widths[v // 2])
             one = maps[v // 2 * 5]
@@ -336,7 +336,7 @@ def token_warp(
                 smem = cute.make_tensor(cute.recast_ptr(pointer, one.inner, dtype=Float16), layout)
                 if const_expr(cfg.all_ranks):
                     tensor = tensor[(None, None, map_rank)]
-                gmem = cute.local_tile(cute.domain_offset((row0, 0), tensor), (n, K_STEP * per_stage), (0, None))
+                gmem = cute.local_tile(cute.domain_offset((first_row, 0), tensor), (n, K_STEP * per_stage), (0, None))
                 ts, tg = cpasync.tma_partition(
                     atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
                 )
@@ -350,10 +350,10 @@ def token_warp(
                     if stage == cfg.token_stages:
                         stage = Int32(0)
                         phase = phase ^ 1
-        slot = slot + 1
-        if slot == RING_SLOTS:
-            slot = Int32(0)
-            slot_phase = slot_phase ^ 1
+        cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
+        if lane == 0:
+            cute.arch.mbarrier_arrive(iempty + entries % RING_SLOTS)
+        entries = entries + 1
 
 
 @cute.jit
