@@ -16,31 +16,34 @@ from tools.ptxsim.ranks import RankInput, RanksRun, run_sm90_ranks
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
 
-KERNEL = KernelFile.load(Path(__file__).parent.parent / "data" / "ptx" / "sm90_ranks3.ptx")
-LAYER = KERNEL.facts["layer"]
-EXPERTS = LAYER["ep_size"] * LAYER["num_local_experts"]
+DATA = Path(__file__).parent.parent / "data" / "ptx"
+KERNEL = KernelFile.load(DATA / "sm90_ranks3.ptx")
+TWO_RANKS = KernelFile.load(DATA / "sm90_ranks2.ptx")
 
 
 class Case:
     """Tokens of every rank and the oracle's answers."""
 
-    def __init__(self, kind: RoutingKind, counts: tuple[int, ...]) -> None:
+    def __init__(self, kind: RoutingKind, counts: tuple[int, ...], kernel: KernelFile = KERNEL) -> None:
+        self.kernel, layer = kernel, kernel.facts["layer"]
+        experts = layer["ep_size"] * layer["num_local_experts"]
         generator = seeded(9)
-        self.tensors = make_layer_tensors(generator, LAYER["hidden_size"], LAYER["intermediate_size"], EXPERTS)
+        self.tensors = make_layer_tensors(generator, layer["hidden_size"], layer["intermediate_size"], experts)
         self.inputs = []
         for count in counts:
-            routing = make_routing(generator, kind, count, EXPERTS, LAYER["top_k"], ep_size=LAYER["ep_size"])
-            x = make_tokens(generator, count, LAYER["hidden_size"])
+            routing = make_routing(generator, kind, count, experts, layer["top_k"], ep_size=layer["ep_size"])
+            x = make_tokens(generator, count, layer["hidden_size"])
             self.inputs.append(RankInput(x, routing.topk_ids, routing.topk_weights))
         weights = OracleWeights.from_tensors(self.tensors)
-        options = OracleOptions.product(ActivationMode.NVFP4)
+        options = OracleOptions.product(ActivationMode(layer["activation_mode"]))
         self.expected = [oracle_forward(weights, one.x, one.ids, one.weights, options) for one in self.inputs]
 
-    def run(self, text: str = KERNEL.text, **extra: int) -> RanksRun:
+    def run(self, text: str | None = None, **extra: int) -> RanksRun:
         """All ranks, one CTA each unless `grid` says otherwise."""
         cap = max(len(one.x) for one in self.inputs) + 1
         options = {"grid": 1, **extra}
-        return run_sm90_ranks(KernelFile(text, KERNEL.facts), self.tensors, self.inputs, max_tokens=cap, **options)
+        kernel = self.kernel if text is None else KernelFile(text, self.kernel.facts)
+        return run_sm90_ranks(kernel, self.tensors, self.inputs, max_tokens=cap, **options)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,16 @@ def test_ranks_outputs_equal_the_oracle_bit_for_bit(
     for y, expected in zip(run.y, case.expected, strict=True):
         assert torch.equal(y.view(torch.int16), expected.view(torch.int16))
     assert [error[0] for error in run.errors] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("kind", "counts"), [(RoutingKind.RANDOM, (3, 2)), (RoutingKind.HOT_RANK, (0, 4))])
+def test_two_ranks_outputs_equal_the_oracle_bit_for_bit(kind: RoutingKind, counts: tuple[int, ...]) -> None:
+    """The fewest ranks leave the least room between the tables in shared memory: two of them overlapped once."""
+    case = Case(kind, counts, TWO_RANKS)
+    run = case.run(launches=2, seed=sum(counts))
+    for y, expected in zip(run.y, case.expected, strict=True):
+        assert torch.equal(y.view(torch.int16), expected.view(torch.int16))
+    assert [error[0] for error in run.errors] == [0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -227,3 +228,23 @@ def test_lint_weaker_order_between_ranks_is_a_fault(old: str, new: str) -> None:
 @pytest.mark.parametrize("word", ["tanh.approx.f32 %f1, %f2;", "ld.global.nc.b32 %r1, [%rd1];"])
 def test_lint_forbidden_instruction_is_a_fault(word: str) -> None:
     assert lint_ptx(_sound_ptx() + "\n" + word, False)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranks=st.integers(2, 16), local=st.integers(1, 32))
+def test_exchange_tables_do_not_overlap_and_fit_their_words(ranks: int, local: int) -> None:
+    """The kernel's table offsets, read from its source (the module itself needs the DSL)."""
+    source = (Path(launch.__file__).parent / "sm90" / "exchange.py").read_text(encoding="utf-8")
+    body = source.split("class ExchangeOffsets:", 1)[1].split("\n\n\n", 1)[0]
+    config = KernelConfig(dataclasses.replace(LAYER, ep_size=ranks, num_local_experts=local), TILES["n8"])
+    space: dict[str, object] = {}
+    exec("class Offsets:" + body, space)
+    at = space["Offsets"](config)  # type: ignore[operator]
+    experts = 4 * config.route_table_experts
+    sizes = {"peers": 8 * ranks, "sent": 4 * ranks, "lost": 4, "blocks": 4, "live": 4, "counts": experts}
+    sizes |= {"cursors": experts, "first": 4 * local * (ranks + 1), "start": 4 * ranks * local}
+    assert set(sizes) == set(vars(at))
+    ranges = sorted((getattr(at, name), getattr(at, name) + size, name) for name, size in sizes.items())
+    for (_, end, name), (start, _, following) in itertools.pairwise(ranges):
+        assert end <= start, f"{name} reaches into {following}"
+    assert ranges[-1][1] <= 4 * config.exchange_words

@@ -55,7 +55,8 @@ class _Rank:
         layer, tile = kernel.facts["layer"], kernel.facts["tile"]
         local = self.bases["local"]
         self.values |= {name: local + table[region].offset_bytes for name, region in LOCAL_REGIONS.items()}
-        self.values |= {name: table[region].offset_bytes for name, region in SHARED_REGIONS.items()}
+        base = self.bases["shared"] if layer["ep_size"] == 1 else 0  # one rank gets addresses instead of offsets
+        self.values |= {name: base + table[region].offset_bytes for name, region in SHARED_REGIONS.items()}
         numbers = layout_numbers(table)
         self.values |= numbers
         self.values["error"] = local + table["error_record"].offset_bytes

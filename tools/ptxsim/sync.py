@@ -56,6 +56,25 @@ def _bar_sync(ins: Instruction, machine: Machine) -> Function:
     return run
 
 
+def _bar_arrive(ins: Instruction, machine: Machine) -> Function:
+    """Joins a named barrier without waiting for it."""
+    number, threads = value(ins.operands[0], "b32", machine), value(ins.operands[1], "b32", machine)
+
+    def run(w: Warp, m: Mask) -> None:
+        whole(w, m, "barrier")
+        barrier = w.cta.named.setdefault(int(number(w)[0]), NamedBarrier())
+        wanted = int(threads(w)[0])
+        if barrier.arrived and barrier.threads != wanted:
+            raise BarrierError(f"named barrier with {barrier.threads} threads joined with {wanted}")
+        barrier.threads = wanted
+        _join(barrier, w)
+        if LANES * len(barrier.arrived) == wanted:
+            _end(barrier)
+        machine.progress = True
+
+    return run
+
+
 def _join(barrier: NamedBarrier, w: Warp) -> None:
     barrier.arrived.add(id(w))
     if barrier.gathered is None:
@@ -130,6 +149,9 @@ def _mbarrier(ins: Instruction, machine: Machine) -> Function:
             barrier = w.cta.mbarrier(int(addresses[0]) & ((1 << CTA_SHIFT) - 1), user=w)
             wanted = int(parities[0])
             if (barrier.phase & 1) == wanted:
+                if action == "test_wait":  # asks, and goes on
+                    w.put(ins.operands[0], np.zeros(LANES, bool), m)
+                    return None
                 w.still_blocked = lambda: (barrier.phase & 1) == wanted
                 w.waits_for = (
                     f"{barrier.name}, phase {barrier.phase}: {barrier.pending} arrivals, {barrier.bytes} bytes"
@@ -275,6 +297,8 @@ def compile_sync(ins: Instruction, machine: Machine) -> Function | None:
         return lambda w, m: whole(w, m, "bar.warp.sync")
     if ins.opcode in ("bar.sync", "barrier.sync", "barrier.cta.sync", "barrier.sync.aligned", "bar.cta.sync"):
         return _bar_sync(ins, machine)
+    if ins.opcode in ("bar.arrive", "bar.cta.arrive", "barrier.arrive", "barrier.cta.arrive"):
+        return _bar_arrive(ins, machine)
     if ins.opcode.startswith("barrier.cluster"):
         return _cluster_barrier(ins, machine)
     if base == "mbarrier":
