@@ -15,7 +15,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-STUB = "void CuteDSLRT_TVMFFISetRaisedCudaError(void) {}\n"
+STUB = """
+#include <stdio.h>
+/* The host code calls this with the binding's setter and a CUDA error code when a launch fails; the DSL's own version
+   lives in a library that machines which only run kernels do not have. Without it the binding has no error to raise. */
+void CuteDSLRT_TVMFFISetRaisedCudaError(void (*set)(const char *, const char **, int), int code) {
+  char number[16];
+  const char *parts[] = {"a CUDA launch failed with error code ", number};
+  snprintf(number, sizeof number, "%d", code);
+  if (set) set("RuntimeError", parts, 2);
+}
+"""
 
 
 def c_compiler() -> list[str]:
