@@ -51,7 +51,7 @@ def build_table(
     lag,
     thread,
 ):
-    """128 threads together: the segment table from the experts' row counts; returns all token blocks.
+    """128 threads together: the segment table from the experts' row counts; returns token blocks and live experts.
 
     `experts` of `slots` table slots, token blocks of `block` rows, `r1` and `r2` row tiles of fc1 and fc2.
     """
@@ -129,7 +129,7 @@ def build_table(
     if thread == 0:
         ptx.sts32(tab + at.segment_start + live * 8, (r1 + r2) * total)
     cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
-    return total
+    return total, live
 
 
 @cute.jit

@@ -67,7 +67,7 @@ def encode_fp4(words, data: Int64, scale: Int64, store, store_scale):
         ptx.stg16(scale, amax)
 
 
-def _load_row(layer, results, scales, route, column, live):
+def load_row(layer, results, scales, route, column, live):
     """8 columns of one result row as raw words (zeros when not live)."""
     data = results + Int64(route) * layer.data_row_bytes
     scale = scales + Int64(route) * layer.scale_row_bytes
@@ -79,7 +79,7 @@ def _load_row(layer, results, scales, route, column, live):
 
 
 @cute.jit
-def _decode(layer, raw):
+def decode(layer, raw):
     """8 fp32 values of a row's raw words."""
     values = []
     if const_expr(layer.combine_format == "bf16"):
@@ -141,7 +141,7 @@ def sum_routes(
             live = [cute.arch.shuffle_sync(slot_live, s0 + s) for s in range(slots)]
             raw = [
                 [
-                    _load_row(layer, results, scales, token * top_k + s0 + s, column0 + p * 256, live[s] * inside[p])
+                    load_row(layer, results, scales, token * top_k + s0 + s, column0 + p * 256, live[s] * inside[p])
                     for p in range(pieces)
                 ]
                 for s in range(slots)
@@ -149,7 +149,7 @@ def sum_routes(
             for s in cutlass.range_constexpr(slots):
                 weight = ptx.as_float(cute.arch.shuffle_sync(slot_weight, s0 + s))
                 for p in cutlass.range_constexpr(pieces):
-                    values = _decode(layer, raw[s][p])
+                    values = decode(layer, raw[s][p])
                     if const_expr(not layer.weigh_before_requant):
                         values = [ptx.mul_rn(v, weight) for v in values]
                     for v in cutlass.range_constexpr(8):

@@ -308,7 +308,7 @@ class Sm100MegaMoeNvfp4Kernel:
                 routing.lay_out_pool(slots, cfg.pool_block_rows, counts, table + at.first_row, cursors, lane)
             cute.arch.sync_threads()
             if warp >= STAGING_WARPS:
-                blocks = tiles.build_table(
+                blocks, _live = tiles.build_table(
                     experts,
                     slots,
                     cfg.tile.tokens,

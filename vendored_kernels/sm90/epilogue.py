@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
+from ..common.wire import encode_fp4, encode_fp8
 from .waits import COUNT_BITS
 
 
@@ -182,58 +183,6 @@ def fc2_direct(
 
 
 @cute.jit
-def _encode_fp8(words, data: Int64, scale: Int64, store, store_scale):
-    """8 bf16 columns to e4m3, one e8m0 byte per 32 columns (4 lanes); all lanes of the warp must call."""
-    largest = Int32(0)
-    for w in cutlass.range_constexpr(4):
-        magnitude = words[w] & 0x7FFF7FFF
-        largest = ptx.max_u32(largest, ptx.max_u32(magnitude & 0xFFFF, (magnitude >> 16) & 0xFFFF))
-    largest = ptx.max_u32(largest, ptx.shuffle_xor1(largest))
-    largest = ptx.max_u32(largest, ptx.shuffle_xor2(largest))
-    byte = largest // 128 - 8 + (Int32(1) if (largest & 127) > 0x60 else Int32(0))
-    byte = byte if byte > 0 else Int32(0)
-    byte = Int32(254) if largest == 0x7F80 else byte
-    byte = Int32(255) if largest > 0x7F80 else byte
-    factor = ptx.as_float((Int32(254) - byte) * 0x800000 if byte < 254 else Int32(0x00400000))
-    out = []
-    for w in cutlass.range_constexpr(4):
-        low, high = ptx.unpack_bf16(words[w])
-        out.append(ptx.e4m3_pair_codes(ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)))
-    low_word = out[0] | (out[1] * 65536)
-    high_word = out[2] | (out[3] * 65536)
-    low_word = Int32(0x7F7F7F7F) if byte == 255 else low_word
-    high_word = Int32(0x7F7F7F7F) if byte == 255 else high_word
-    if store != 0:
-        ptx.stg_pair(data, low_word, high_word)
-    if store_scale != 0:
-        ptx.stg8(scale, byte)
-
-
-@cute.jit
-def _encode_fp4(words, data: Int64, scale: Int64, store, store_scale):
-    """8 bf16 columns to e2m1, one bf16 amax per 16 columns (2 lanes); all lanes of the warp must call."""
-    largest = Int32(0)
-    for w in cutlass.range_constexpr(4):
-        magnitude = words[w] & 0x7FFF7FFF
-        largest = ptx.max_u32(largest, ptx.max_u32(magnitude & 0xFFFF, (magnitude >> 16) & 0xFFFF))
-    largest = ptx.max_u32(largest, ptx.shuffle_xor1(largest))
-    inverse = ptx.div_rn(6.0, ptx.as_float(largest * 65536))
-    zero = Int32(1) if largest == 0 or ptx.as_bits(inverse) == 0x7F800000 else Int32(0)
-    word = Int32(0)
-    for w in cutlass.range_constexpr(4):
-        low, high = ptx.unpack_bf16(words[w])
-        word = word | (ptx.e2m1_pair_codes(low, high, inverse) * (1 << (8 * w)))
-    word = Int32(0) if zero != 0 else word
-    amax = Int32(0) if zero != 0 else largest
-    word = Int32(0x77777777) if largest > 0x7F80 else word
-    amax = Int32(0x7FC0) if largest > 0x7F80 else amax
-    if store != 0:
-        ptx.stg32(data, word)
-    if store_scale != 0:
-        ptx.stg16(scale, amax)
-
-
-@cute.jit
 def fc2_encoded(
     cfg,
     n: cutlass.Constexpr,
@@ -281,7 +230,7 @@ def fc2_encoded(
                 scale = _result_row(cfg, bases, result_scales, route, layer.scale_row_bytes)
                 if const_expr(layer.combine_format == "fp8"):
                     first = store if chunk % 4 == 0 else Int32(0)
-                    _encode_fp8(words, data + column, scale + column // 32, store, first)
+                    encode_fp8(words, data + column, scale + column // 32, store, first)
                 else:
                     first = store if chunk % 2 == 0 else Int32(0)
-                    _encode_fp4(words, data + column // 2, scale + column // 16 * 2, store, first)
+                    encode_fp4(words, data + column // 2, scale + column // 16 * 2, store, first)

@@ -12,10 +12,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
+from ..common.routing import load_expert
+from ..common.tiles import TableOffsets
 from .config import DISPATCH_WARPS, POOL_BLOCK_ROWS, RECORD_ROWS
-from .scheduler import TABLE_BARRIER, TableOffsets
+from .scheduler import TABLE_BARRIER
 from .sites import FAULT_RETURN, SITE_HEADER
-from .staging import load_expert
 from .waits import (
     COUNT_BITS,
     LAUNCH,

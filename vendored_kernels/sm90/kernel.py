@@ -82,11 +82,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx
+from ..common import routing
+from ..common.tiles import BANK_WORDS, END, EXIT_WORD, FC1, FC2_DONE, FIRST_BANK, STAGED, TableOffsets, build_table
 from ..launch import RANK_OPERANDS
 from . import epilogue, exchange, mainloop, reduce, scheduler, staging
-from .config import DISPATCH_WARPS, K_STEP, RING_SLOTS, KernelConfig
+from .config import DISPATCH_WARPS, K_STEP, POOL_BLOCK_ROWS, RING_SLOTS, KernelConfig
 from .exchange import PRODUCER_BARRIER, STAGED_BARRIER, ExchangeOffsets
-from .scheduler import BANK_WORDS, END, EXIT_WORD, FC1, FC2_DONE, FIRST_BANK, STAGED, TableOffsets
 from .sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED
 from .waits import (
     ABORT,
@@ -406,14 +407,22 @@ class Sm90MegaMoeNvfp4Kernel:
                 elif tokens >= gdim:  # CTA 0 has tokens of its own
                     staging_ctas = gdim - 1
             staging_ctas = staging_ctas + (Int32(1) if fault_step == FAULT_STAGED else Int32(0))
-            staging.count_routes(
-                cfg, counts, cursors, ids, ids_are_64, tokens * layer.top_k, first_token * layer.top_k, tidx
+            routing.count_routes(
+                layer.num_experts,
+                cfg.threads,
+                counts,
+                cursors,
+                ids,
+                ids_are_64,
+                tokens * layer.top_k,
+                first_token * layer.top_k,
+                tidx,
             )
             cute.arch.sync_threads()
             if const_expr(cfg.exchange):
                 exchange.lay_out_sends(cfg, ex, warp, lane)
             elif warp == 0:
-                staging.lay_out_pool(cfg, counts, table + at.first_row, cursors, lane)
+                routing.lay_out_pool(cfg.table_experts, POOL_BLOCK_ROWS, counts, table + at.first_row, cursors, lane)
             cute.arch.sync_threads()
             if warp >= math_warps:
                 cute.arch.setmaxregister_decrease(cfg.producer_registers)
@@ -437,7 +446,17 @@ class Sm90MegaMoeNvfp4Kernel:
                     exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
                 blocks = Int32(0)
                 if warp < math_warps + 4:
-                    blocks, live = scheduler.build_table(cfg, table, lag, producer)
+                    blocks, live = build_table(
+                        layer.num_local_experts,
+                        cfg.table_experts,
+                        tile.widest,
+                        cfg.fc1_row_tiles,
+                        cfg.fc2_row_tiles,
+                        scheduler.TABLE_BARRIER,
+                        table,
+                        lag,
+                        producer,
+                    )
                     if const_expr(cfg.exchange):
                         exchange.share_table(cfg, ex, blocks, live, producer)
                 if const_expr(cfg.exchange):
@@ -523,8 +542,10 @@ class Sm90MegaMoeNvfp4Kernel:
                     own = ptx.lds64(bases + rank * 8)
                     target = (own + payload_at, payload_row_bytes, own + payload_scales_at, payload_scale_row_bytes)
                 else:
-                    staging.place_routes(
-                        cfg,
+                    routing.place_routes(
+                        layer.num_local_experts,
+                        layer.weigh_before_requant,
+                        tile.math_warpgroups * 128,
                         cursors,
                         ids,
                         ids_are_64,

@@ -9,50 +9,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from .. import ptx
-from .staging import load_expert
-
-PIECES = 2
-"""256-column pieces of one item; their loads are in flight together."""
-
-SLOTS_IN_FLIGHT = 8
-"""Rows whose loads are issued together; bounds the registers."""
+from ..common.routing import load_expert
+from ..common.wire import PIECES, SLOTS_IN_FLIGHT, decode, load_row
 
 
 def items_per_token(cfg) -> int:
     """Items of a token's row."""
     return -(-cfg.layer.hidden_size // (256 * PIECES))
-
-
-def _load_row(layer, results, scales, route, column, live):
-    """8 columns of one result row as raw words (zeros when not live)."""
-    data = results + Int64(route) * layer.data_row_bytes
-    scale = scales + Int64(route) * layer.scale_row_bytes
-    if layer.combine_format == "bf16":
-        return ptx.ldg128_if(data + column * 2, live)
-    if layer.combine_format == "fp8":
-        return (*ptx.ldg_pair_if(data + column, live), ptx.ldg8_if(scale + column // 32, live))
-    return (ptx.ldg32_if(data + column // 2, live), ptx.ldg16_if(scale + column // 16 * 2, live))
-
-
-@cute.jit
-def _decode(layer, raw):
-    """8 fp32 values of a row's raw words."""
-    values = []
-    if const_expr(layer.combine_format == "bf16"):
-        for w in cutlass.range_constexpr(4):
-            values += list(ptx.unpack_bf16(raw[w]))
-    elif const_expr(layer.combine_format == "fp8"):
-        factor = ptx.as_float(raw[2] * 0x800000 if raw[2] > 0 else Int32(0x00400000))
-        for w in cutlass.range_constexpr(2):
-            for s in cutlass.range_constexpr(2):
-                low, high = ptx.e4m3_pair_values((raw[w] >> (16 * s)) & 0xFFFF)
-                values += [ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)]
-    else:
-        step = ptx.mul_rn(ptx.as_float(raw[1] * 65536), ptx.as_float(Int32(0x3E2AAAAB)))
-        for w in cutlass.range_constexpr(4):
-            low, high = ptx.e2m1_pair_values((raw[0] >> (8 * w)) & 0xFF)
-            values += [ptx.mul_rn(low, step), ptx.mul_rn(high, step)]
-    return values
 
 
 @cute.jit
@@ -97,7 +60,7 @@ def sum_routes(
             live = [cute.arch.shuffle_sync(slot_live, s0 + s) for s in range(slots)]
             raw = [
                 [
-                    _load_row(layer, results, scales, token * top_k + s0 + s, column0 + p * 256, live[s] * inside[p])
+                    load_row(layer, results, scales, token * top_k + s0 + s, column0 + p * 256, live[s] * inside[p])
                     for p in range(pieces)
                 ]
                 for s in range(slots)
@@ -105,7 +68,7 @@ def sum_routes(
             for s in cutlass.range_constexpr(slots):
                 weight = ptx.as_float(cute.arch.shuffle_sync(slot_weight, s0 + s))
                 for p in cutlass.range_constexpr(pieces):
-                    values = _decode(layer, raw[s][p])
+                    values = decode(layer, raw[s][p])
                     if const_expr(not layer.weigh_before_requant):
                         values = [ptx.mul_rn(v, weight) for v in values]
                     for v in cutlass.range_constexpr(8):

@@ -16,11 +16,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx
+from ..common.tiles import CLAIM, END, FC1, FC2, FC2_DONE, STAGED, TableOffsets
 from .config import K_STEP, POOL_BLOCK_ROWS, RECORD_BYTES, RING_SLOTS
 from .waits import COUNT_BITS, GIVEN_UP, RANK, SITE_FC1, SITE_POOL, SITE_STAGED, wait_at_least
-
-FC1, FC2, END = 0, 1, 2
-"""Kinds of ring entries."""
 
 TABLE_BARRIER = 10
 """Named barrier of the four producer warps while they build the table."""
@@ -31,115 +29,6 @@ is T's: its wait for this tile's tokens failed, so nobody may be told that the t
 
 MOST_UNANNOUNCED = 8
 """Finished fc2 tiles that other ranks are told of at once."""
-
-BANK_WORDS = 32
-CLAIM, STAGED, FC2_DONE = 0, 8, 16
-"""Words of a counter bank: next claim, CTAs whose tokens are staged, finished fc2 tiles; each in its own sector."""
-EXIT_WORD = 0
-FIRST_BANK = 32
-"""Launch counters: the exit ticket, then two banks."""
-
-
-class TableOffsets:
-    """Byte offsets of the scheduler's shared tables; E is the padded number of experts."""
-
-    def __init__(self, experts: int) -> None:
-        e = experts * 4
-        self.blocks = 0  # token blocks of an expert; later: fc1 segments before its fc2
-        self.order = e  # experts by descending rows, non-empty ones only
-        self.first_block = 2 * e  # first token block of the i-th expert of the order (one more entry)
-        self.segment_start = 3 * e + 16  # first tile of a segment (one more entry)
-        self.segment_expert = 5 * e + 20  # expert + 65536 * kind
-        self.segment_order = 7 * e + 24  # position in the order
-        self.rows = 9 * e + 32
-        self.first_row = 10 * e + 32
-        self.cursors = 11 * e + 32
-
-
-@cute.jit
-def build_table(cfg, tab: Int32, lag, thread):
-    """The four producer warps together: the segment table from the experts' row counts.
-
-    Returns all token blocks and the number of experts that have any.
-    """
-    at = const_expr(TableOffsets(cfg.table_experts))
-    experts = const_expr(cfg.layer.num_local_experts)
-    r1, r2 = const_expr(cfg.fc1_row_tiles), const_expr(cfg.fc2_row_tiles)
-    widest = const_expr(cfg.tile.widest)
-    e = thread
-    while e < experts:
-        rows = ptx.lds32(tab + at.rows + e * 4)
-        ptx.sts32(tab + at.blocks + e * 4, (rows + (widest - 1)) // widest)
-        e = e + 128
-    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
-    e = thread
-    live = Int32(0)
-    total = Int32(0)
-    while e < const_expr(-(-experts // 128) * 128):  # every thread at least once: all need `live` and `total`
-        mine = Int32(0)
-        key = Int32(-1)
-        if e < experts:
-            key = ptx.lds32(tab + at.rows + e * 4)
-            mine = ptx.lds32(tab + at.blocks + e * 4)
-        position = Int32(0)
-        first = Int32(0)
-        total = Int32(0)
-        live = Int32(0)
-        for j in cutlass.range(experts, unroll=4):
-            b = ptx.lds32(tab + at.blocks + j * 4)
-            other = ptx.lds32(tab + at.rows + j * 4)
-            one = Int32(1) if b > 0 else Int32(0)
-            before = Int32(1) if other > key else (Int32(1) if other == key and j < e else Int32(0))
-            first = first + b * before
-            position = position + one * before
-            total = total + b
-            live = live + one
-        if mine > 0:
-            ptx.sts32(tab + at.order + position * 4, e)
-            ptx.sts32(tab + at.first_block + position * 4, first)
-        e = e + 128
-    if thread == 0:
-        ptx.sts32(tab + at.first_block + live * 4, total)
-    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
-    # fc2 of the i-th expert follows fc1 of the first m >= i with >= lag fc1 tiles since the end of fc1(i)
-    i = thread
-    while i < live:
-        end = ptx.lds32(tab + at.first_block + i * 4 + 4)
-        low = i
-        high = live - 1
-        while low < high:
-            middle = (low + high) // 2
-            enough = (ptx.lds32(tab + at.first_block + middle * 4 + 4) - end) * r1 >= lag
-            high = middle if enough else high
-            low = low if enough else middle + 1
-        ptx.sts32(tab + at.blocks + i * 4, low + 1)
-        i = i + 128
-    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
-    i = thread
-    while i < live:
-        expert = ptx.lds32(tab + at.order + i * 4)
-        block = ptx.lds32(tab + at.first_block + i * 4)
-        m = ptx.lds32(tab + at.blocks + i * 4)
-        low = Int32(0)  # becomes the number of fc2 segments before fc1(i); `blocks` ascends
-        high = i
-        while low < high:
-            middle = (low + high) // 2
-            earlier = ptx.lds32(tab + at.blocks + middle * 4) <= i
-            low = middle + 1 if earlier else low
-            high = high if earlier else middle
-        fc1_at = (i + low) * 4
-        ptx.sts32(tab + at.segment_start + fc1_at, r1 * block + r2 * ptx.lds32(tab + at.first_block + low * 4))
-        ptx.sts32(tab + at.segment_expert + fc1_at, expert)
-        ptx.sts32(tab + at.segment_order + fc1_at, i)
-        fc2_at = (i + m) * 4
-        ptx.sts32(tab + at.segment_start + fc2_at, r1 * ptx.lds32(tab + at.first_block + m * 4) + r2 * block)
-        ptx.sts32(tab + at.segment_expert + fc2_at, expert + 65536)
-        ptx.sts32(tab + at.segment_order + fc2_at, i)
-        i = i + 128
-    if thread == 0:
-        ptx.sts32(tab + at.segment_start + live * 8, (r1 + r2) * total)
-    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
-    return total, live
 
 
 @cute.jit

@@ -10,7 +10,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from .. import ptx
-from .config import POOL_BLOCK_ROWS
 
 BATCH_TOKENS = 64
 """Tokens whose largest magnitudes are kept in shared memory at a time (bf16 activation mode)."""
@@ -20,84 +19,6 @@ COLUMNS_PER_ITEM = 1024
 
 MAXIMA_COLUMNS = 2048
 """Columns of one item of the search for largest magnitudes: eight 16-byte loads per lane in flight."""
-
-
-@cute.jit
-def load_expert(ids: Int64, index, in_range, ids_are_64, experts: cutlass.Constexpr):
-    """Expert of a route, or -1 when its id lies outside [0, experts) or `in_range` is 0."""
-    address = ids + Int64(index) * Int64(4 + 4 * ids_are_64)
-    low = ptx.ldg32_if(address, in_range)
-    high = ptx.ldg32_if(address + 4, in_range * ids_are_64)
-    expert = low if low < experts else Int32(-1)
-    if ids_are_64 != 0:
-        expert = expert if high == 0 else Int32(-1)
-    return expert
-
-
-@cute.jit
-def count_routes(cfg, counts: Int32, cursors: Int32, ids: Int64, ids_are_64, routes, first_own, tidx):
-    """Add up ids per expert: those before this CTA's share in `cursors`, all others in `counts` (both zeroed)."""
-    experts = const_expr(cfg.layer.num_experts)
-    threads = const_expr(cfg.threads)
-    i = tidx
-    while i < routes:
-        found = []
-        for j in cutlass.range_constexpr(4):
-            index = i + j * threads
-            found.append(load_expert(ids, index, Int32(1) if index < routes else Int32(0), ids_are_64, experts))
-        for j in cutlass.range_constexpr(4):
-            table = cursors if i + j * threads < first_own else counts
-            ptx.shared_add_if(table + found[j] * 4, 1, Int32(1) if found[j] >= 0 else Int32(0))
-        i = i + 4 * threads
-
-
-@cute.jit
-def lay_out_pool(cfg, counts: Int32, offsets: Int32, cursors: Int32, lane):
-    """One warp: total rows, first pool row and this CTA's write cursor of every expert."""
-    carry = Int32(0)
-    for first in cutlass.range_constexpr(0, cfg.table_experts, 32):
-        word = (first + lane) * 4
-        before = ptx.lds32(cursors + word)
-        total = before + ptx.lds32(counts + word)
-        padded = (total + (POOL_BLOCK_ROWS - 1)) // POOL_BLOCK_ROWS * POOL_BLOCK_ROWS
-        upto = padded
-        for d in (1, 2, 4, 8, 16):
-            other = ptx.shuffle_up(upto, d)
-            upto = upto + (other if lane >= d else Int32(0))
-        start = carry + upto - padded
-        ptx.sts32(counts + word, total)
-        ptx.sts32(offsets + word, start)
-        ptx.sts32(cursors + word, start + before)
-        carry = carry + cute.arch.shuffle_sync(upto, 31)
-
-
-@cute.jit
-def place_routes(
-    cfg,
-    cursors: Int32,
-    ids: Int64,
-    ids_are_64,
-    weights: Int64,
-    row_meta: Int64,
-    row_weight: Int64,
-    route_rows: Int64,
-    first_route,
-    own_routes,
-    mtid,
-):
-    """Give each of this CTA's routes a pool row (-1: masked) and describe the row."""
-    i = mtid
-    while i < own_routes:
-        route = first_route + i
-        expert = load_expert(ids, route, Int32(1), ids_are_64, cfg.layer.num_local_experts)
-        row = Int32(-1)
-        if expert >= 0:
-            row = ptx.shared_add(cursors + expert * 4, 1)
-            ptx.stg_pair(row_meta + Int64(row) * 8, Int32(0), route)
-            if const_expr(cfg.layer.weigh_before_requant):
-                ptx.stg32(row_weight + Int64(row) * 4, ptx.ldg32(weights + Int64(route) * 4))
-        ptx.stg32(route_rows + Int64(route) * 4, row)
-        i = i + const_expr(cfg.tile.math_warpgroups * 128)
 
 
 @cute.jit
