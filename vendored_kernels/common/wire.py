@@ -99,6 +99,11 @@ def decode(layer, raw):
     return values
 
 
+def items_per_token(layer) -> int:
+    """Items of the sum in a token's row."""
+    return -(-layer.hidden_size // (256 * PIECES))
+
+
 @cute.jit
 def sum_routes(
     layer,
@@ -109,31 +114,33 @@ def sum_routes(
     results: Int64,
     scales: Int64,
     y: Int64,
-    first_token,
-    own_tokens,
+    first_item,
+    own_items,
     warp,
     lane,
 ):
-    """y rows of this CTA's tokens by `warps` warps; a warp takes a run of items, some hundred columns of a token."""
+    """y columns of this CTA's items by `warps` warps, an item being a few hundred columns of a token; a warp takes a run.
+
+    For after all fc2 tiles are published; result rows by token * K + slot, added in slot order, one rounding.
+    """
     hidden, top_k = const_expr(layer.hidden_size), const_expr(layer.top_k)
     pieces = const_expr(PIECES)
-    chunks = const_expr(-(-hidden // (256 * pieces)))
-    item = own_tokens * chunks * warp // warps
-    end = own_tokens * chunks * (warp + 1) // warps
+    chunks = const_expr(items_per_token(layer))
+    item = first_item + own_items * warp // warps
+    end = first_item + own_items * (warp + 1) // warps
     known = Int32(-1)
     slot_live = Int32(0)
     slot_weight = Int32(0)
     while item < end:
-        local = item // chunks
-        token = first_token + local
-        column0 = (item - local * chunks) * (256 * pieces) + lane * 8
-        if local != known:  # lane s looks up slot s
+        token = item // chunks
+        column0 = (item - token * chunks) * (256 * pieces) + lane * 8
+        if token != known:  # lane s looks up slot s
             mine = Int32(1) if lane < top_k else Int32(0)
-            expert = load_expert(ids, token * top_k + lane, mine, ids_are_64, layer.num_local_experts)
+            expert = load_expert(ids, token * top_k + lane, mine, ids_are_64, layer.num_experts)
             slot_live = Int32(1) if expert >= 0 else Int32(0)
             if const_expr(not layer.weigh_before_requant):
                 slot_weight = ptx.ldg32_if(weights + Int64(token * top_k + lane) * 4, slot_live)
-            known = local
+            known = token
         inside = [Int32(1) if column0 + p * 256 < hidden else Int32(0) for p in range(pieces)]
         sums = [[Float32(0.0) for _ in range(8)] for _ in range(pieces)]
         for s0 in cutlass.range_constexpr(0, top_k, SLOTS_IN_FLIGHT):

@@ -422,8 +422,8 @@ class Sm100MegaMoeNvfp4Kernel:
                         results,
                         result_scales,
                         y,
-                        first_token,
-                        own_tokens,
+                        first_token * wire.items_per_token(layer),
+                        own_tokens * wire.items_per_token(layer),
                         warp,
                         lane,
                     )

@@ -82,10 +82,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx
-from ..common import routing
+from ..common import routing, wire
 from ..common.tiles import BANK_WORDS, END, EXIT_WORD, FC1, FC2_DONE, FIRST_BANK, STAGED, TableOffsets, build_table
 from ..launch import RANK_OPERANDS
-from . import epilogue, exchange, mainloop, reduce, scheduler, staging
+from . import epilogue, exchange, mainloop, scheduler, staging
 from .config import DISPATCH_WARPS, K_STEP, POOL_BLOCK_ROWS, RING_SLOTS, KernelConfig
 from .exchange import PRODUCER_BARRIER, STAGED_BARRIER, ExchangeOffsets
 from .sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED
@@ -606,7 +606,7 @@ class Sm90MegaMoeNvfp4Kernel:
                 launch = ptx.lds32(control + LAUNCH)
                 tokens = ptx.lds32(control + TOKENS)
                 ctas = ptx.lds32(control + CTAS)
-                items = tokens * reduce.items_per_token(cfg)
+                items = tokens * wire.items_per_token(layer)
                 first_item = Int32(Int64(items) * Int64(bidx) // Int64(ctas))
                 own_items = Int32(Int64(items) * Int64(bidx + 1) // Int64(ctas)) - first_item
                 results, result_scales = results_at, result_scales_at
@@ -622,8 +622,9 @@ class Sm90MegaMoeNvfp4Kernel:
                         wait_at_least(done_counter, fc2_tiles, control, 1, SITE_FC2, 0)
                     cute.arch.sync_warp()
                 if own_items > 0:
-                    reduce.sum_routes(
-                        cfg,
+                    wire.sum_routes(
+                        layer,
+                        math_warps,
                         ids,
                         ids_are_64,
                         route_weights,
