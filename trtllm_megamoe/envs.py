@@ -55,7 +55,10 @@ LOG = EnvVar(
 )
 CACHE_DIR = EnvVar("TRTLLM_MEGAMOE_CACHE_DIR", "", "directory of compiled kernels; unset: the user's cache directory")
 TACTICS = EnvVar(
-    "TRTLLM_MEGAMOE_TACTICS", "", "tactic table that `tune` wrote; rank 0's counts; unset: the heuristic's tactics"
+    "TRTLLM_MEGAMOE_TACTICS",
+    "",
+    "tactic table that `tune` wrote; rank 0's counts, inside TensorRT-LLM all ranks' must be equal; unset: the "
+    "heuristic's tactics",
 )
 
 # Those of the TensorRT-LLM plug-in. The prefix is what makes the host hand them on to its workers.

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+import re
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -496,6 +498,41 @@ def test_handshake_difference_is_the_same_text_on_every_rank() -> None:
     run_threads(4, body, 60.0)
     assert len(texts) == 4 and len(set(texts.values())) == 1
     assert "combine_format" in texts[0] and "[2]" in texts[0] and "trtllm_megamoe:" not in texts[0]
+
+
+def test_ranks_with_different_tactic_tables_all_stop_with_one_text(
+    newest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank looks tactics up in is compared by its contents: a copy elsewhere is the same table."""
+    register = importlib.import_module("trtllm_megamoe.host.register")
+    mapping = importlib.import_module("tensorrt_llm.mapping").Mapping(world_size=3, tp_size=3, moe_ep_size=3)
+    registration = register.register()
+    here = threading.local()
+    monkeypatch.setattr(register, "ep_communicator", lambda mapping, timeout_s: here.comm)
+    monkeypatch.setattr(register, "table_path", lambda: here.table)
+    for name, text in {"a": "one", "copy of a": "one", "b": "another"}.items():
+        (tmp_path / name).write_text(text)
+
+    def agree(tables: Sequence[Path | None]) -> list[str]:
+        def body(comm: Any) -> str:
+            here.comm, here.table = comm, tables[comm.rank]
+            try:
+                register._agree(mapping, registration.settings, registration.api, "layer 0", True, "ours", "")
+            except MegaMoeRankDivergenceError as err:
+                return str(err)
+            return ""
+
+        return run_threads(3, body, 60.0)
+
+    a, copy, b, gone = (tmp_path / name for name in ("a", "copy of a", "b", "gone"))
+    assert agree([a, copy, a]) == agree([None] * 3) == ["", "", ""]
+    for tables, expected in (
+        ([a, b, a], r"tactic table: '\w{16}' on ranks \[0, 2\], '\w{16}' on ranks \[1\]\."),
+        ([a, a, None], r"tactic table: '\w{16}' on ranks \[0, 1\], 'none' on ranks \[2\]\."),
+        ([a, gone, a], r"'unreadable \(No such file or directory\)' on ranks \[1\]\."),
+    ):
+        texts = agree(tables)
+        assert len(set(texts)) == 1 and re.search(expected, texts[0]), texts
 
 
 # ---- the operator

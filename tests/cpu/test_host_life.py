@@ -149,8 +149,11 @@ def on_rank_one(text: str) -> Deviation:
 
 
 def test_rank_that_resolves_differently_stops_all_ranks_with_one_text(tmp_path: Path) -> None:
-    """Rank 1 was started with another wire format, and its machine looks different to the resolver."""
-    different = on_rank_one("os.environ['TRTLLM_MEGAMOE_ACTIVATIONS'] = 'bf16'; os.environ['TLLM_STANDIN_QUANT'] = 'x'")
+    """Rank 1 was started with another mode and tactic table, and its machine looks different to the resolver."""
+    different = on_rank_one(
+        "os.environ['TRTLLM_MEGAMOE_ACTIVATIONS'] = 'bf16'; os.environ['TLLM_STANDIN_QUANT'] = 'x'; "
+        "os.environ['TRTLLM_MEGAMOE_TACTICS'] = 'nowhere.json'"
+    )
 
     def other_quantisation(plan: Plan) -> None:
         plan.edit("tensorrt_llm._standin.selection", "import re\n", "import os\nimport re\n")
@@ -165,6 +168,7 @@ def test_rank_that_resolves_differently_stops_all_ranks_with_one_text(tmp_path: 
     assert errors[0] == errors[1] and errors[0].startswith("MegaMoeRankDivergenceError: ranks disagree"), errors
     assert "activations: 'auto' on ranks [0], 'bf16' on ranks [1]" in errors[0]
     assert "CutlassFusedMoE (quantisation: experts are x" in errors[0]
+    assert "tactic table: 'none' on ranks [0], 'unreadable (No such file or directory)' on ranks [1]" in errors[0]
 
 
 def test_rank_without_the_plug_in_is_waited_for_no_longer_than_the_limit(tmp_path: Path) -> None:

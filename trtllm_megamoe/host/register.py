@@ -26,7 +26,9 @@ from trtllm_megamoe.host.compat import Era, HostApi, detect, require_worker_entr
 from trtllm_megamoe.host.ranks import ep_communicator, handshake, why_not_pure_dep
 from trtllm_megamoe.host.reliance import BACKEND, UPSTREAM_CLASS
 from trtllm_megamoe.host.settings import HostSettings, adopt_aliases
+from trtllm_megamoe.kernels.selection import table_path
 from trtllm_megamoe.tuning.table import SCHEMA as TABLE_SCHEMA
+from trtllm_megamoe.tuning.table import table_digest
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +153,8 @@ def _agree(
         "tensorrt_llm": f"{api.version}, era {api.era.value}",
         "combine formats": tuple(fmt.wire_name for fmt in CombineFormat),
         "bucket rungs": RUNGS,
-        "tactic tables": TABLE_SCHEMA,
+        "format of tactic tables": TABLE_SCHEMA,
+        "tactic table": table_digest(table_path()),
         **settings.rank_facts(),
         f"backend of {where}": f"{chosen}{f' ({why})' if why else ''}",
     }

@@ -12,6 +12,7 @@ Rank 0 reads the file; every rank must be able to run what it found, or all take
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -162,6 +163,16 @@ def resolve_tactics(
         else:
             chosen[bucket] = ResolvedTactic(tactic, "tuned")
     return chosen
+
+
+def table_digest(path: Path | None) -> str:
+    """What a table file holds, in one word that ranks can compare: `none`, a digest, or why it cannot be read."""
+    if path is None:
+        return "none"
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as err:
+        return f"unreadable ({err.strerror})"
 
 
 def _look_up(
