@@ -184,7 +184,7 @@ def _check_rank(
         swiglu_alpha=case.swiglu_alpha,
         swiglu_beta=case.swiglu_beta,
     )
-    routed = (x[picked].to(out.device), ids.to(out.device), batch.topk_weights[picked].to(out.device))
+    routed = (x[picked.to(x.device)].to(out.device), ids.to(out.device), batch.topk_weights[picked].to(out.device))
     try:
         expected = oracle_forward(source.for_oracle(), *routed, options)  # on a GPU, where that is where the output is
     except Exception as err:  # whatever it was, peers wait for this rank's word

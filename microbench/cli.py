@@ -20,9 +20,10 @@ import torch
 from tqdm import tqdm
 
 from microbench import compare, environment, plot, report, sweep
-from microbench.cases import Case, checkpoint_case, preset_case
-from microbench.routing import RoutingName, by_rows, by_tokens
-from microbench.runner import Point, Settings, run_points
+from microbench.needs import distinct, kernels_of
+from microbench.plan import DEFAULT_TOKENS, choose_case, count_ranks, make_points, make_settings
+from microbench.routing import RoutingName
+from microbench.runner import layer_configs, run_points
 from microbench.timing import Mode
 from trtllm_megamoe import comm as communicators
 from trtllm_megamoe.cli.failure import EXIT_WRONG_ANSWER, Failure, debug_option, set_rank
@@ -32,9 +33,10 @@ from trtllm_megamoe.engines.registry import choose_engine
 from trtllm_megamoe.envs import log_level
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import CombineFormat
+from trtllm_megamoe.kernels.hopper import kernel_name
 from trtllm_megamoe.presets import PRESETS
+from vendored_kernels.sm90.config import KernelConfig
 
-DEFAULT_TOKENS = "1,8,32"
 _VIRTUAL_RANKS_S = 24 * 3600.0  # waits inside are bounded one by one; this only bounds honest work
 
 
@@ -167,26 +169,12 @@ def run(ctx: click.Context, /, **options: Any) -> None:
     for target in (options["json_path"], options["csv_path"]):
         if target is not None and not target.parent.is_dir():
             raise MegaMoeConfigError(f"cannot write {target}: no directory {target.parent}")
-    ep_size = _count_ranks(launch, options["virtual_ranks"], options["share_of_ep"])
+    ep_size = count_ranks(launch, options["virtual_ranks"], options["share_of_ep"])
     if options["rivals"] and ep_size > 1:
         raise MegaMoeConfigError(f"--rivals times one rank alone, but {ep_size} ranks run; use --share-of-ep {ep_size}")
-    case = _choose_case(options)
-    points = _make_points(case, ep_size, options)
-    settings = Settings(
-        engine=options["engine"],
-        activations=options["activations"],
-        warmup=options["warmup"],
-        iters=options["iters"],
-        seed=options["seed"],
-        steps=options["steps"],
-        num_layers=options["num_layers"],
-        timeout_s=options["timeout_s"],
-        virtual_ranks=options["virtual_ranks"],
-        use_cuda_graph=options["use_cuda_graph"],
-        autotune=options["autotune"],
-        rivals=options["rivals"],
-        expected_engine=options["expect_engine"],
-    )
+    case = choose_case(options)
+    points = make_points(case, ep_size, options)
+    settings = make_settings(options)
     threads = options["threads_per_rank"] or max(1, len(os.sched_getaffinity(0)) // ep_size)
     torch.set_num_threads(threads)
 
@@ -214,20 +202,26 @@ def run(ctx: click.Context, /, **options: Any) -> None:
 
 
 @main.command("sweep", context_settings={"show_default": True})
-@click.option("--out", type=_DIRECTORY, required=True, help="Existing directory for JSON, CSV and figures.")
+@click.option("--out", type=_DIRECTORY, help="Existing directory for JSON, CSV and figures; a sweep goes on there.")
 @click.option("--engine", type=click.Choice(["cpu", "cuda"]), default="cuda")
 @click.option("--only", type=ListOf("name,...", str), help=f"Of {', '.join(axis.name for axis in sweep.axes())}.")
-@click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=1), help="Start no axis later than this, s.")
+@click.option("--time-limit", "start_s", type=click.FloatRange(min=1), help="Start no axis later than this, s.")
+@click.option(
+    "--axis-limit", "axis_s", type=click.FloatRange(min=1), help="End the process when one axis takes longer, s."
+)
+@click.option("--needs", is_flag=True, help="Print the kernels that the CUDA engine needs for it, and run nothing.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
 @debug_option
 @click.pass_context
 def sweep_axes(
     ctx: click.Context,
     /,
-    out: Path,
+    out: Path | None,
     engine: str,
     only: tuple[str, ...] | None,
-    time_limit_s: float | None,
+    start_s: float | None,
+    axis_s: float | None,
+    needs: bool,
     extra: tuple[str, ...],
 ) -> None:
     """Measure one axis at a time around a default point; what stands behind -- is passed to every run."""
@@ -235,6 +229,12 @@ def sweep_axes(
     unknown = sorted(set(only or ()) - {axis.name for axis in chosen})
     if unknown:
         raise MegaMoeConfigError(f"no axis is called {', '.join(unknown)}; known: {[a.name for a in sweep.axes()]}")
+    if needs:
+        names = [kernel_name(kernel) for kernel in sweep_kernels(chosen, extra)]
+        click.echo("\n".join([*names, f"{len(names)} kernels"]))
+        return
+    if out is None:
+        raise MegaMoeConfigError("name the directory of the results: --out DIR")
 
     def run_one(arguments: Sequence[str]) -> int:
         with run.make_context("run", list(arguments), parent=ctx) as inner:
@@ -245,10 +245,23 @@ def sweep_axes(
         return 0
 
     command = repeat_command(detect(), sys.argv[1:])
-    outcomes = sweep.run_axes(chosen, engine, extra, out, run_one, time_limit_s, command)
+    outcomes = sweep.run_axes(chosen, engine, extra, out, run_one, sweep.Limits(start_s, axis_s), command)
     click.echo("\n" + "\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))
     if any(outcome != "ok" for outcome in outcomes.values()):
         ctx.exit(EXIT_WRONG_ANSWER)
+
+
+def sweep_kernels(chosen: Sequence[sweep.Axis], extra: Sequence[str] = ()) -> list[KernelConfig]:
+    """Every kernel that these axes launch on an H200, once. Pure."""
+    found: list[KernelConfig] = []
+    for axis in chosen:
+        assert isinstance(run, click.Command)
+        options = run.make_context("run", sweep.command_of(axis, "cuda", extra)).params
+        ep_size = count_ranks(Launch("none", 0, 1), options["virtual_ranks"], options["share_of_ep"])
+        case = choose_case(options)
+        for config in layer_configs(case, make_points(case, ep_size, options), make_settings(options)):
+            found += kernels_of(config, ep_size, share_one_gpu=True)
+    return distinct(found)
 
 
 @main.command("compare")
@@ -257,12 +270,17 @@ def sweep_axes(
 @click.option(
     "--fail-above", type=click.FloatRange(min=0), help="Fail when B is slower on any row by more than this, %."
 )
+@click.option(
+    "--agreement", "must_agree", is_flag=True, help="Fail when a row differs by more than two runs of one command may."
+)
 @debug_option
 @click.pass_context
-def compare_results(ctx: click.Context, /, a: Path, b: Path, fail_above: float | None) -> None:
+def compare_results(ctx: click.Context, /, a: Path, b: Path, fail_above: float | None, must_agree: bool) -> None:
     """Set two results (JSON) side by side, row by row."""
     comparison = compare.compare(report.read_json(a), report.read_json(b))
     click.echo(compare.describe(comparison))
+    if must_agree and not compare.agreement(comparison)["agrees"]:
+        ctx.exit(EXIT_WRONG_ANSWER)
     if fail_above is not None and max(comparison.ratios) > 1 + fail_above / 100:
         click.echo(f"B is more than {fail_above:g} % slower on at least one row", err=True)
         ctx.exit(EXIT_WRONG_ANSWER)
@@ -286,72 +304,6 @@ def repeat_command(launch: Launch, arguments: Sequence[str]) -> str:
 
 def _launcher_phrase(launch: Launch) -> str:
     return launch.launcher if launch.is_launched else launch.describe()
-
-
-def _count_ranks(launch: Launch, virtual_ranks: int, share_of_ep: int) -> int:
-    """EP size of this run: the launcher's, or the virtual ranks of this process."""
-    if launch.size > 1 and virtual_ranks > 1:
-        raise MegaMoeConfigError(
-            f"--virtual-ranks {virtual_ranks} under a launcher of {launch.size} ranks; use one of the two"
-        )
-    ep_size = max(launch.size, virtual_ranks)
-    if share_of_ep > 1 and ep_size > 1:
-        raise MegaMoeConfigError(
-            f"--share-of-ep {share_of_ep} is one rank's share on one rank, but {ep_size} ranks run; "
-            "start it without mpirun and --virtual-ranks"
-        )
-    return ep_size
-
-
-def _choose_case(options: Mapping[str, Any]) -> Case:
-    preset, checkpoint, layer = options["preset"], options["checkpoint"], options["layer"]
-    factors = {"scale_experts": options["scale_experts"], "scale_channels": options["scale_channels"]}
-    if (preset is None) == (checkpoint is None):
-        raise MegaMoeConfigError(
-            f"name what to run: either --preset ({', '.join(PRESETS)}) or --checkpoint DIR with --layer N"
-        )
-    if preset is not None:
-        if layer is not None:
-            raise MegaMoeConfigError("--layer belongs to --checkpoint; a preset's layers are all alike")
-        case = preset_case(preset, **factors)
-    else:
-        if layer is None:
-            raise MegaMoeConfigError("--checkpoint needs --layer")
-        if max(factors.values()) > 1:
-            raise MegaMoeConfigError("--scale-experts and --scale-channels shrink presets, not checkpoints")
-        case = checkpoint_case(checkpoint, layer)
-    return case.cut_to_share(options["share_of_ep"])
-
-
-def _make_points(case: Case, ep_size: int, options: Mapping[str, Any]) -> list[Point]:
-    """The product of all lists; rows of one layer and one routing follow each other."""
-    tokens, rows = options["tokens_per_rank"], options["rows_per_expert"]
-    if tokens is not None and rows is not None:
-        raise MegaMoeConfigError("--tokens-per-rank and --rows-per-expert both say how much; use one of the two")
-    make, amounts = (by_tokens, tokens) if rows is None else (by_rows, rows)
-    if amounts is None:
-        amounts = tuple(map(int, DEFAULT_TOKENS.split(",")))
-    return [
-        Point(
-            workload=make(
-                routing,
-                amount,
-                num_experts=case.num_experts,
-                top_k=case.top_k,
-                ep_size=ep_size,
-                seed=options["seed"],
-                imbalance=imbalance,
-            ),
-            combine_format=combine_format,
-            mode=mode,
-            requested_rows=None if rows is None else amount,
-        )
-        for combine_format in options["combine_formats"]
-        for routing in options["routings"]
-        for imbalance in options["imbalances"] or (None,)
-        for mode in options["modes"]
-        for amount in amounts
-    ]
 
 
 def _publish(

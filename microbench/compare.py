@@ -14,12 +14,12 @@ from trtllm_megamoe.errors import MegaMoeConfigError
 Row = Mapping[str, Any]
 
 # Rows equal in all of these measured the same thing. `engine` is not among them: that is worth comparing.
-_IDENTITY = (
+IDENTITY = (
     "label", "weights", "hidden", "intermediate", "num_experts", "top_k", "share_of_ep", "ep_size", "tokens_per_rank",
     "requested_rows_per_expert", "routing", "imbalance", "seed", "steps", "combine_format", "activations",
     "score_placement", "mode", "region",
 )  # fmt: skip
-_ENVIRONMENT = ("commit", "gpu", "driver", "cpu", "torch", "cutlass_dsl", "threads_per_rank", "transport")
+ENVIRONMENT = ("commit", "gpu", "driver", "cpu", "torch", "cutlass_dsl", "threads_per_rank", "transport")
 
 
 REPEAT_PCT = 3.0
@@ -43,11 +43,6 @@ class Comparison:
         """B's median over A's, pair by pair."""
         return [b["us"]["p50"] / a["us"]["p50"] for a, b in self.pairs]
 
-    def repeats(self) -> list[bool]:
-        """Pair by pair: whether the medians agree as two runs of one command should."""
-        bounds = [REPEAT_PCT if a["rows_per_expert"] <= FEW_ROWS else REPEAT_PCT_ABOVE for a, _ in self.pairs]
-        return [abs(ratio - 1) * 100 <= bound for ratio, bound in zip(self.ratios, bounds, strict=True)]
-
     @property
     def geometric_mean(self) -> float:
         """Over all ratios.
@@ -63,12 +58,12 @@ class Comparison:
 def _keys_of(documents: Sequence[Mapping[str, Any]]) -> Callable[[Row], tuple[Any, ...]]:
     """What identifies a row: how it was launched only where one of the documents has rows that differ in that alone."""
 
-    def key(row: Row, names: Sequence[str] = _IDENTITY) -> tuple[Any, ...]:
+    def key(row: Row, names: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
         return tuple(row[name] for name in names)
 
     keys = [[key(row) for row in document["rows"]] for document in documents]
     if any(len(set(of_document)) < len(of_document) for of_document in keys):
-        return lambda row: key(row, (*_IDENTITY, "timing"))
+        return lambda row: key(row, (*IDENTITY, "timing"))
     return key
 
 
@@ -84,7 +79,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
             tuple(row for row in document["rows"] if key_of(row) not in common or row is not times[key_of(row)])
         )
     differences = tuple(
-        f"{name}: {a['env'][name]} -> {b['env'][name]}" for name in _ENVIRONMENT if a["env"][name] != b["env"][name]
+        f"{name}: {a['env'][name]} -> {b['env'][name]}" for name in ENVIRONMENT if a["env"][name] != b["env"][name]
     )
     return Comparison(pairs, alone[0], alone[1], differences)
 
@@ -109,11 +104,41 @@ def describe(comparison: Comparison) -> str:
     ]
     lines.append(table(["row", "A p50 us", "B p50 us", "B / A", "engine"], cells, right=(1, 2, 3)))
     lines.append(f"geometric mean of B / A over {len(comparison.pairs)} rows: {comparison.geometric_mean:.3f}")
-    agreeing = comparison.repeats()
-    lines.append(
-        f"{sum(agreeing)} of {len(agreeing)} rows agree as two runs of one command should: within {REPEAT_PCT:g} % up "
-        f"to {FEW_ROWS} rows per expert, {REPEAT_PCT_ABOVE:g} % above"
-    )
+    lines.append(describe_agreement(agreement(comparison)))
     for name, rows in (("A", comparison.only_a), ("B", comparison.only_b)):
         lines += [f"only in {name}, or not timed: {_name(row)}" for row in rows]
+    return "\n".join(lines)
+
+
+def agreement(comparison: Comparison) -> dict[str, Any]:
+    """How far two runs of one command agree, JSON-ready.
+
+    Returns:
+        `bands`: up to and above `FEW_ROWS` rows per expert, each with its `bound_pct`, the number of `rows`, how many
+        are `within` the bound, and the `worst_pct`, None without rows; `outside`: the rows beyond their bound;
+        `agrees`: there are none, and there was something to compare.
+    """
+    bands: list[dict[str, Any]] = []
+    outside: list[dict[str, Any]] = []
+    for few, bound in ((True, REPEAT_PCT), (False, REPEAT_PCT_ABOVE)):
+        changes = []
+        for (a, b), ratio in zip(comparison.pairs, comparison.ratios, strict=True):
+            if (a["rows_per_expert"] <= FEW_ROWS) is few:
+                changes.append(abs(ratio - 1) * 100)
+                if changes[-1] > bound:
+                    outside.append({"row": _name(a), "a_us": a["us"]["p50"], "b_us": b["us"]["p50"]})
+        within = sum(change <= bound for change in changes)
+        worst = max(changes, default=None)
+        bands.append({"bound_pct": bound, "rows": len(changes), "within": within, "worst_pct": worst})
+    return {"bands": bands, "outside": outside, "agrees": bool(comparison.pairs) and not outside}
+
+
+def describe_agreement(found: Mapping[str, Any]) -> str:
+    """An :func:`agreement` for people."""
+    lines = [f"two runs of one command {'agree' if found['agrees'] else 'do not agree'}:"]
+    for band, where in zip(found["bands"], (f"up to {FEW_ROWS}", f"above {FEW_ROWS}"), strict=True):
+        counts = f"{band['within']} of {band['rows']} rows within {band['bound_pct']:g} %"
+        worst = "" if band["worst_pct"] is None else f"; the worst differs by {band['worst_pct']:.1f} %"
+        lines.append(f"  {where} rows per expert: {counts}{worst}")
+    lines += [f"  outside: {row['row']}: {row['a_us']:,.1f} and {row['b_us']:,.1f} us" for row in found["outside"]]
     return "\n".join(lines)

@@ -52,6 +52,8 @@ class Measurement:
     peaks: Peaks | None
     choice: LaunchChoice | None
     clocks: Mapping[str, float] | None
+    memory: Mapping[str, int | None] | None = None
+    phases: Mapping[str, Any] | None = None
     tuned: TunedBucket | None = None
 
 
@@ -172,6 +174,8 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "us": us,
         "samples_us": [] if samples is None else list(samples.slowest_us),
         "clocks": None if measured.clocks is None else dict(measured.clocks),
+        "memory": None if measured.memory is None else dict(measured.memory),
+        "phases": None if measured.phases is None else dict(measured.phases),
         "tokens_per_s": sum(measured.tokens_by_rank) / seconds if seconds else None,
         "tflops": tflops,
         "pct_peak_tflops": _percent(tflops, None if peak_flops is None else peak_flops / 1e12),

@@ -23,6 +23,7 @@ from microbench.cases import Case
 from microbench.check import CheckResult, Verdict, check_output
 from microbench.clocks import ClockSampler, Reading, nvml_reader
 from microbench.environment import device_name
+from microbench.memory import MemoryWatch
 from microbench.peaks import find_peaks
 from microbench.ranges import marked
 from microbench.roofline import expert_bytes
@@ -31,6 +32,7 @@ from microbench.rows import Measurement, make_row
 from microbench.sources import WeightSource, open_source
 from microbench.timing import Forward, Mode, Timed, TimingSpec, time_host
 from trtllm_megamoe.agreement import succeed_or_fail_together
+from trtllm_megamoe.cli.job import TOLERANCE_REL_L2
 from trtllm_megamoe.cli.text import format_bytes
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.config import ActivationRequest, EngineName, MegaMoeConfig
@@ -104,12 +106,12 @@ def run_points(
     Collective: yes.
     """
     _require_memory(case, settings, comm)
-    cap = max(1, *(point.workload.tokens_per_rank for point in points))
-    source = open_source(case, settings.seed)
+    source: WeightSource | None = None
     rows: dict[int, dict[str, Any]] = {}
-    for combine_format in dict.fromkeys(point.combine_format for point in points):
-        config = _layer_config(case, combine_format, cap, settings)
+    for config in layer_configs(case, points, settings):
+        combine_format = config.combine_format
         workspace = build_workspace(config, comm)  # one for all layers, as a serving engine has it
+        source = source or open_source(case, settings.seed, workspace.device)
         layers = [MegaMoELayer(config, comm, workspace=workspace) for _ in range(settings.num_layers)]
         _require_engine(layers[0], settings)
         for layer in layers:
@@ -173,22 +175,26 @@ def _add_rivals(
         rows[index]["rivals"] = found
 
 
-def _layer_config(case: Case, combine_format: CombineFormat, cap: int, settings: Settings) -> MegaMoeConfig:
-    return MegaMoeConfig.create(
-        hidden_size=case.hidden_size,
-        intermediate_size=case.intermediate_size,
-        num_experts=case.num_experts,
-        top_k=case.top_k,
-        max_tokens_per_rank=cap,
-        combine_format=combine_format,
-        activations=settings.activations,
-        score_placement=case.score_placement,
-        swiglu_limit=case.swiglu_limit,
-        swiglu_alpha=case.swiglu_alpha,
-        swiglu_beta=case.swiglu_beta,
-        engine=settings.engine,
-        timeout_s=settings.timeout_s,
-    )
+def layer_configs(case: Case, points: Sequence[Point], settings: Settings) -> list[MegaMoeConfig]:
+    """The layers that these points run on: one per combine format, built for the largest T of all points."""
+    return [
+        MegaMoeConfig.create(
+            hidden_size=case.hidden_size,
+            intermediate_size=case.intermediate_size,
+            num_experts=case.num_experts,
+            top_k=case.top_k,
+            max_tokens_per_rank=max(1, *(point.workload.tokens_per_rank for point in points)),
+            combine_format=combine_format,
+            activations=settings.activations,
+            score_placement=case.score_placement,
+            swiglu_limit=case.swiglu_limit,
+            swiglu_alpha=case.swiglu_alpha,
+            swiglu_beta=case.swiglu_beta,
+            engine=settings.engine,
+            timeout_s=settings.timeout_s,
+        )
+        for combine_format in dict.fromkeys(point.combine_format for point in points)
+    ]
 
 
 def _require_memory(case: Case, settings: Settings, comm: Communicator) -> None:
@@ -261,11 +267,22 @@ def _make_steps(
         batch = route(workload, comm.rank, step)
         sent = comm.allgather(count_routes(batch.topk_ids, workload.num_experts), settings.timeout_s)
         num_tokens = batch.topk_ids.shape[0]
-        x = synthetic.tokens(case, num_tokens, seed=settings.seed, step=step, rank=comm.rank)
-        inputs = (x.to(device), batch.topk_ids.to(device), batch.topk_weights.to(device))
+        x = synthetic.tokens(case, num_tokens, seed=settings.seed, step=step, rank=comm.rank, device=device)
+        routed = (batch.topk_ids.to(device), batch.topk_weights.to(device))
         fullest = max(tokens_by_rank(workload, step))
-        steps.append(_Step(x, batch, Load(torch.stack(sent)), (*inputs, fullest)))
+        steps.append(_Step(x, batch, Load(torch.stack(sent)), (x, *routed, fullest)))
     return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What became of one point."""
+
+    check: CheckResult
+    bucket: int | None = None
+    timed: Timed | None = None
+    clocks: Mapping[str, float] | None = None
+    memory: Mapping[str, int | None] | None = None
 
 
 def _measure(
@@ -277,35 +294,19 @@ def _measure(
     comm: Communicator,
     tuned: Mapping[int, TunedBucket],
 ) -> dict[str, Any]:
-    """Check every (layer, step), then time."""
+    """Check and time one point, and describe it. One rank alone survives a point that fails: its row says why."""
     steps = _make_steps(case, point.workload, settings, comm, layers[0].device)
-
-    def forward(index: int) -> torch.Tensor:
-        return steps[index % len(steps)].run(layers[index % len(layers)])
-
-    # the layer returns fresh memory, so nothing it does later can turn this result into another one
-    first = forward(0)
-    bucket = layers[0].last_bucket
-    with marked(f"check {point.workload.routing.value} {point.workload.tokens_per_rank}"):
-        check = _check_steps(first, point, steps, layers, source, settings, comm)
-    timed: Timed | None = None
-    sampler = ClockSampler(_clock_reader(layers[0], comm))
-    if check.has_passed:
-        rotation = math.lcm(len(layers), len(steps))
-        spec = TimingSpec(
-            mode=point.mode,
-            warmup=settings.warmup,
-            iters=settings.iters,
-            forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
-            timeout_s=settings.timeout_s,
-        )
-        timer = choose_timer(layers[0].engine_name, settings.use_cuda_graph)
-        with marked(f"time {point.workload.routing.value} {point.workload.tokens_per_rank}"), sampler:
-            timed = timer(forward, spec, comm)
-        check = _check_again(check, first, timed.repeated, comm, settings.timeout_s)
-    if not check.has_passed:
-        timed = None
-        logger.info("rank %d: no time given: %s", comm.rank, check.reason)
+    try:
+        outcome = _check_and_time(point, steps, layers, source, settings, comm)
+    except Exception as err:
+        if comm.size > 1:  # peers are in the middle of a collective
+            raise
+        logger.exception("%s %d", point.workload.routing.value, point.workload.tokens_per_rank)
+        reason = f"{type(err).__name__}: {err}"
+        tolerance = TOLERANCE_REL_L2[layers[0].device.type]
+        total = sum(tokens_by_rank(point.workload))
+        outcome = _Outcome(CheckResult(Verdict.NOT_VERIFIED, None, None, tolerance, 0, total, 0, reason))
+    bucket = outcome.bucket
     return make_row(
         Measurement(
             case=case,
@@ -324,15 +325,57 @@ def _measure(
             iters=settings.iters,
             num_layers=len(layers),
             loads=tuple(step.load for step in steps),
-            check=check,
+            check=outcome.check,
             timing=timing_name(layers[0].engine_name, settings.use_cuda_graph),
-            timed=timed,
+            timed=outcome.timed,
             peaks=find_peaks(device_name(layers[0].engine_name)),
             choice=None if bucket is None else layers[0].launch_choice(bucket),
-            clocks=comm.allgather(sampler.summary(), settings.timeout_s)[0],
+            clocks=outcome.clocks,
+            memory=outcome.memory,
             tuned=None if bucket is None else tuned.get(bucket),
         )
     )
+
+
+def _check_and_time(
+    point: Point,
+    steps: Sequence[_Step],
+    layers: Sequence[MegaMoELayer],
+    source: WeightSource,
+    settings: Settings,
+    comm: Communicator,
+) -> _Outcome:
+    """Check every (layer, step), then time."""
+
+    def forward(index: int) -> torch.Tensor:
+        return steps[index % len(steps)].run(layers[index % len(layers)])
+
+    # the layer returns fresh memory, so nothing it does later can turn this result into another one
+    first = forward(0)
+    bucket = layers[0].last_bucket
+    name = f"{point.workload.routing.value} {point.workload.tokens_per_rank}"
+    with marked(f"check {name}"):
+        check = _check_steps(first, point, steps, layers, source, settings, comm)
+    timed: Timed | None = None
+    sampler, memory = ClockSampler(_clock_reader(layers[0], comm)), MemoryWatch(layers)
+    if check.has_passed:
+        rotation = math.lcm(len(layers), len(steps))
+        spec = TimingSpec(
+            mode=point.mode,
+            warmup=settings.warmup,
+            iters=settings.iters,
+            forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
+            timeout_s=settings.timeout_s,
+        )
+        timer = choose_timer(layers[0].engine_name, settings.use_cuda_graph)
+        with marked(f"time {name}"), sampler, memory:
+            timed = timer(forward, spec, comm)
+        check = _check_again(check, first, timed.repeated, comm, settings.timeout_s)
+    if not check.has_passed:
+        timed = None
+        logger.info("rank %d: no time given: %s", comm.rank, check.reason)
+    summaries = comm.allgather((sampler.summary(), memory.summary()), settings.timeout_s)
+    return _Outcome(check, bucket, timed, *summaries[0])
 
 
 def _clock_reader(layer: MegaMoELayer, comm: Communicator) -> Callable[[], Reading] | None:

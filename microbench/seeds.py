@@ -11,7 +11,10 @@ import hashlib
 import torch
 
 
-def stream(*words: str | int) -> torch.Generator:
-    """CPU generator whose seed is a hash of `words`, for example `stream("tokens", seed, step, rank)`."""
+def stream(*words: str | int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Generator whose seed is a hash of `words`, for example `stream("tokens", seed, step, rank)`.
+
+    A GPU draws other numbers from a seed than the CPU does, but the same on every GPU.
+    """
     digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -84,11 +84,11 @@ _KEPT_BYTES = 4 << 30
 
 
 class SyntheticSource(WeightSource):
-    """Weights from :mod:`microbench.synthetic`."""
+    """Weights from :mod:`microbench.synthetic`, drawn on `device`; scalars lie on the CPU."""
 
-    def __init__(self, case: Case, seed: int) -> None:
+    def __init__(self, case: Case, seed: int, device: torch.device | None = None) -> None:
         super().__init__(case)
-        self._seed = seed
+        self._seed, self._device = seed, device if device is not None else torch.device("cpu")
         self._kept: dict[int, dict[TensorKey, torch.Tensor]] = {}
 
     def for_rank(self, experts: range) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,7 +112,7 @@ class SyntheticSource(WeightSource):
 
     def _bulk(self, expert: int) -> dict[TensorKey, torch.Tensor]:
         if expert not in self._kept:
-            drawn = dict(expert_bulk(self.case, self._seed, expert))
+            drawn = dict(expert_bulk(self.case, self._seed, expert, self._device))
             size = sum(tensor.numel() for tensor in drawn.values())  # codes and scales are bytes
             while self._kept and (len(self._kept) + 1) * size > _KEPT_BYTES:
                 self._kept.pop(next(iter(self._kept)))
@@ -146,6 +146,6 @@ class CheckpointSource(WeightSource):
         return 1.0 / tensor.float() if stored.reciprocal else tensor
 
 
-def open_source(case: Case, seed: int) -> WeightSource:
-    """The case's weights; `seed` matters to synthetic ones only."""
-    return SyntheticSource(case, seed) if case.checkpoint is None else CheckpointSource(case)
+def open_source(case: Case, seed: int, device: torch.device | None = None) -> WeightSource:
+    """The case's weights; `seed` and `device` matter to synthetic ones only."""
+    return SyntheticSource(case, seed, device) if case.checkpoint is None else CheckpointSource(case)

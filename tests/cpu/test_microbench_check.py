@@ -301,3 +301,20 @@ def test_time_host_calls_in_order_and_meets_where_the_mode_says(mode: Mode, barr
     assert len(timed.samples.slowest_us) == 3
     assert timed.repeated.item() == 0.0
     assert count == barriers
+
+
+def test_point_that_fails_on_one_rank_leaves_a_row_with_its_reason_and_the_next_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, calls = MegaMoELayer.forward, []
+
+    def forward(layer: MegaMoELayer, *arguments: Any) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) == 1:
+            raise RuntimeError("planted")
+        return real(layer, *arguments)
+
+    monkeypatch.setattr(MegaMoELayer, "forward", forward)
+    first, second = run_points(CASE, [point(3), point(5)], SETTINGS, single(), lambda _: None)
+    assert first["status"] == "failed" and first["skip_reason"] == "RuntimeError: planted" and first["us"] is None
+    assert second["status"] == "ok"

@@ -19,9 +19,9 @@ from microbench import environment, report
 from microbench.cases import preset_case
 from microbench.check import CheckResult, Verdict
 from microbench.cli import main, repeat_command
-from microbench.compare import compare, describe
+from microbench.compare import agreement, compare, describe
 from microbench.peaks import find_peaks
-from microbench.plot import group_series, rival_points
+from microbench.plot import group_series, memory_of, rival_points
 from microbench.routing import Load, RoutingName, by_rows, count_routes, route
 from microbench.rows import Measurement, make_row
 from microbench.timing import Mode, Timed, merge
@@ -343,11 +343,25 @@ def test_compare_tells_launches_from_replays_where_both_are_there() -> None:
     assert compare(result_of(gpu_row(16, (100.0,))), cpu).ratios == [10.0], "engines are compared, however they launch"
 
 
-def test_compare_says_how_many_rows_repeat() -> None:
-    a = result_of(gpu_row(16, (100.0,)), gpu_row(64, (100.0,)), gpu_row(256, (100.0,)))
-    b = result_of(gpu_row(16, (104.0,)), gpu_row(64, (104.0,)), gpu_row(256, (111.0,)))
-    assert compare(a, b).repeats() == [False, True, False]
-    assert "1 of 3 rows agree as two runs of one command should" in describe(compare(a, b))
+def test_agreement_bounds_are_3_percent_up_to_16_rows_and_10_above(tmp_path: Path) -> None:
+    a = result_of(*(gpu_row(rows, (1000.0,)) for rows in (4, 16, 64, 256)))
+    b = result_of(gpu_row(4, (971.0,)), gpu_row(16, (1031.0,)), gpu_row(64, (1099.0,)), gpu_row(256, (890.0,)))
+    found = agreement(compare(a, b))
+    assert [(band["within"], band["rows"]) for band in found["bands"]] == [(1, 2), (1, 2)]
+    assert [band["worst_pct"] for band in found["bands"]] == [pytest.approx(3.1), pytest.approx(11.0)]
+    assert len(found["outside"]) == 2 and found["agrees"] is False
+    text = describe(compare(a, b))
+    assert "two runs of one command do not agree" in text
+    assert "up to 16 rows per expert: 1 of 2 rows within 3 %; the worst differs by 3.1 %" in text
+    assert agreement(compare(a, a))["agrees"] is True
+    few = agreement(compare(result_of(gpu_row(4)), result_of(gpu_row(4))))
+    assert few["bands"][1] == {"bound_pct": 10.0, "rows": 0, "within": 0, "worst_pct": None}
+    for name, result in (("a", a), ("b", b)):
+        report.write_json(tmp_path / f"{name}.json", result)
+    both = (str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    assert bench("compare", *both).exit_code == 0
+    assert bench("compare", *both, "--agreement").exit_code == 1
+    assert bench("compare", both[0], both[0], "--agreement").exit_code == 0
 
 
 def test_compare_without_common_rows_is_refused() -> None:
@@ -378,6 +392,21 @@ def test_plot_draws_floor_and_series(tmp_path: Path, suffix: str) -> None:
     if suffix == "svg":
         bench("plot", str(source), "--output", str(output))
         assert output.read_bytes() == data, "the same result gives the same figure"
+
+
+def test_plot_memory_adds_up_and_old_results_have_none(tmp_path: Path) -> None:
+    memory = {"weights_bytes": 2_000_000_000, "workspace_bytes": 500_000_000, "transient_bytes": 250_000_000}
+    row = gpu_row(16, memory=memory)
+    assert memory_of(row) == {"peak": 2.75, "weights": 2.0, "workspace": 0.5}
+    on_cpu = gpu_row(16, memory=memory | {"transient_bytes": None})
+    assert memory_of(on_cpu) == {"peak": 2.5, "weights": 2.0, "workspace": 0.5}
+    assert memory_of({name: value for name, value in row.items() if name != "memory"}) is None
+    sizes = []
+    for name, rows in (("with", [row]), ("without", [gpu_row(16)])):
+        report.write_json(tmp_path / f"{name}.json", result_of(*rows))
+        assert bench("plot", str(tmp_path / f"{name}.json"), "--output", str(tmp_path / f"{name}.svg")).exit_code == 0
+        sizes.append((tmp_path / f"{name}.svg").stat().st_size)
+    assert sizes[0] > sizes[1] + 1000, "a third panel"
 
 
 def rival_row(name: str, p50: float | None) -> dict[str, Any]:

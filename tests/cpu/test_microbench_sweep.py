@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import jsonschema
 import pytest
 from click.testing import CliRunner
 
-from microbench import report, sweep
+from microbench import compare, report, sweep
 from microbench.cases import preset_case
 from microbench.cli import main
 from microbench.sources import SyntheticSource
-from microbench.sweep import Axis, axes, command_of
+from microbench.sweep import Axis, Limits, axes, command_of
 from trtllm_megamoe.weights.spec import Component, Projection, TensorKey
 
 SHRUNK = ("--scale-channels", "64", "--iters", "2", "--warmup", "0", "--threads-per-rank", "1")
@@ -32,7 +35,7 @@ def points_of(axis: Axis) -> int:
 
 
 def test_axes_are_few_points_and_commands_that_parse() -> None:
-    assert 40 <= sum(points_of(axis) for axis in axes()) <= 150
+    assert 80 <= sum(points_of(axis) for axis in axes()) <= 150
     assert len({axis.name for axis in axes()}) == len(axes())
     run = main.commands["run"]
     assert isinstance(run, click.Command)
@@ -43,7 +46,19 @@ def test_axes_are_few_points_and_commands_that_parse() -> None:
         assert options["engine"] == "cuda"
         assert arguments.count("--mode") == 1 == arguments.count("--activations")
     by_name = {axis.name: command_of(axis, "cuda", ()) for axis in axes()}
-    assert "lockstep" in by_name["lockstep"] and "nvfp4" in by_name["nvfp4-activations"]
+    assert "lockstep" in by_name["lockstep"] and "nvfp4" in by_name["nvfp4-deepseek-v3"]
+    assert by_name[sweep.REPEAT] == by_name[sweep.REPEATED]
+
+
+def test_sweep_names_the_kernels_it_needs() -> None:
+    result = CliRunner().invoke(main, ["sweep", "--needs"])
+    assert result.exit_code == 0, result.output
+    *names, total = result.output.split("\n")[:-1]
+    assert total == f"{len(names)} kernels" and len(names) == len(set(names)) <= 60
+    assert len([name for name in names if "-r8-" in name]) == 6, "eight ranks share one GPU: two tiles a wire"
+    assert len([name for name in names if "h7168-i3072" in name and name.endswith("nvfp4-bf16")]) == 4
+    only = CliRunner().invoke(main, ["sweep", "--needs", "--only", "virtual-ranks"]).output
+    assert only.count("\n") == 1 + 2 and all(name in names for name in only.split("\n")[:2])
 
 
 def test_sweep_merges_its_axes_and_draws_them(tmp_path: Path) -> None:
@@ -57,9 +72,34 @@ def test_sweep_merges_its_axes_and_draws_them(tmp_path: Path) -> None:
     assert {row["combine_format"] for row in document["rows"]} == {"bf16", "fp8", "fp4"}
     assert {row["mode"] for row in document["rows"]} == {"burst", "lockstep"}
     assert all("SHRUNK" in row["label"] for row in document["rows"])
+    assert all(row["memory"]["weights_bytes"] > 0 < row["memory"]["workspace_bytes"] for row in document["rows"])
     assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 1 + 10
     assert {path.name for path in tmp_path.glob("*.svg")} == {"wires.svg", "lockstep.svg"}
-    assert json.loads((tmp_path / "axes.json").read_text()) == {"wires": "ok", "lockstep": "ok"}
+    book = json.loads((tmp_path / "axes.json").read_text())
+    assert {name: entry["outcome"] for name, entry in book.items()} == {"wires": "ok", "lockstep": "ok"}
+
+
+def result_of(axis: Axis, p50: float) -> dict[str, Any]:
+    """A document of one row that stands for an axis."""
+    row = {name: None for name in compare.IDENTITY} | {
+        "label": axis.name if axis.name != sweep.REPEAT else sweep.REPEATED, "engine": "cuda", "ep_size": 1,
+        "tokens_per_rank": 8, "rows_per_expert": 1.0, "status": "ok", "us": {"p50": p50}, "timing": "cuda_graph",
+    }  # fmt: skip
+    environment = dict.fromkeys(compare.ENVIRONMENT)
+    return {"schema": report.SCHEMA_NAME, "env": environment, "command": axis.name, "rows": [row]}
+
+
+def fake_run(started: list[str], p50: float = 100.0) -> Callable[[Sequence[str]], int]:
+    """Runs nothing; writes a row."""
+
+    def run(arguments: Sequence[str]) -> int:
+        path = Path(arguments[-1])
+        started.append(path.stem)
+        axis = next(axis for axis in axes() if axis.name == path.stem)
+        path.write_text(json.dumps(result_of(axis, p50 * (1 if path.stem != sweep.REPEAT else 1.05))))
+        return 0
+
+    return run
 
 
 def test_sweep_goes_on_after_an_axis_that_fails_and_stops_when_time_is_up(tmp_path: Path) -> None:
@@ -71,11 +111,50 @@ def test_sweep_goes_on_after_an_axis_that_fails_and_stops_when_time_is_up(tmp_pa
             raise RuntimeError("no such kernel")
         return 1
 
-    outcomes = sweep.run_axes(axes()[:3], "cuda", (), tmp_path, run, None, "again")
-    assert list(outcomes.values()) == ["RuntimeError: no such kernel", "exit code 1", "exit code 1"]
+    outcomes = sweep.run_axes(axes()[:3], "cuda", (), tmp_path, run, Limits(), "again")
+    failed = "exit code 1: not every row is verified and timed"
+    assert list(outcomes.values()) == ["RuntimeError: no such kernel", failed, failed]
     assert not (tmp_path / "sweep.json").exists(), "nothing was measured"
-    outcomes = sweep.run_axes(axes()[:2], "cuda", (), tmp_path, run, -1.0, "again")
+    late = tmp_path / "late"
+    late.mkdir()
+    outcomes = sweep.run_axes(axes()[:2], "cuda", (), late, run, Limits(start_s=-1.0), "again")
     assert set(outcomes.values()) == {"not started within -1 s"}
+
+
+def test_sweep_started_again_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_draw", lambda document, output: None)
+    started: list[str] = []
+
+    def dies(arguments: Sequence[str]) -> int:
+        if "deepseek-v3" in arguments:
+            raise KeyboardInterrupt  # as good as a killed process: nothing below runs
+        return fake_run(started)(arguments)
+
+    chosen = [axis for axis in axes() if axis.name in (sweep.REPEATED, "rows-deepseek-v3", "lockstep", sweep.REPEAT)]
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run_axes(chosen, "cuda", (), tmp_path, dies, Limits(), "first")
+    assert started == [sweep.REPEATED]
+    outcomes = sweep.run_axes(chosen, "cuda", (), tmp_path, fake_run(started), Limits(), "second")
+    assert started == [sweep.REPEATED, sweep.REPEAT, "lockstep"], "neither again what is done nor what ended a process"
+    assert outcomes["rows-deepseek-v3"] == "ended with the process"
+    assert len(json.loads((tmp_path / "sweep.json").read_text())["rows"]) == 2, "repeated rows are no new points"
+    found = json.loads((tmp_path / "agreement.json").read_text())
+    assert found["bands"][0]["worst_pct"] == pytest.approx(5.0) and found["agrees"] is False
+    other = sweep.run_axes(chosen[:1], "cuda", ("--seed", "9"), tmp_path, fake_run(started), Limits(), "other")
+    assert other == {sweep.REPEATED: "ok"} and len(started) == 4, "another command is measured anew"
+
+
+def test_axis_that_takes_too_long_ends_the_process_with_a_record(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from microbench import sweep\n"
+        "sweep.run_axes(sweep.axes()[:1], 'cuda', (), Path(sys.argv[1]), lambda _: time.sleep(600) or 0, "
+        "sweep.Limits(axis_s=1.0), 'x')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1 and "Timeout" in done.stderr, done.stderr
+    assert json.loads((tmp_path / "axes.json").read_text())[sweep.REPEATED]["outcome"] == "ended with the process"
 
 
 def test_sweep_of_an_unknown_axis_is_refused(tmp_path: Path) -> None:
