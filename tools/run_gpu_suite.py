@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
-Parts: correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once; over virtual ranks: exchange,
-exchange-soak, exchange-graphs, exchange-failures, exchange-sanitizer, fixed-cost. With `--compile` it builds the
-kernels that the parts need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a C compiler.
+Parts: products, correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once; over virtual ranks:
+exchange, exchange-soak, exchange-graphs, exchange-failures, exchange-sanitizer, fixed-cost. With `--compile` it builds
+the kernels that the parts need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXCHANGE_PARTS = (
     "fixed-cost",
 )
 PARTS = (
-    *("correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals", "once"),
+    *("products", "correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals", "once"),
     *EXCHANGE_PARTS,
 )
 
@@ -108,7 +108,7 @@ def compile_needed(arguments: argparse.Namespace) -> int:
 
 def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Results of one part, as they come."""
-    from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens, stability
+    from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens, products, stability
 
     if part == "correctness":
         return correctness.run(arguments.cache, arguments.only, arguments.routings, arguments.tiles)
@@ -132,6 +132,7 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
         "exchange-failures": exchange.failures,
         "exchange-sanitizer": stability.exchange_sanitizer,
         "fixed-cost": fixed_cost.run,
+        "products": products.run,
         "determinism": stability.determinism,
         "graph": stability.graph,
         "faults": stability.faults,

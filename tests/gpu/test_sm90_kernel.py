@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tools.gpu_suite import correctness, goldens, stability
+from tools.gpu_suite import correctness, goldens, products, stability
 from tools.gpu_suite.kernels import needed
 from vendored_kernels.compile import compile_configs
 
@@ -28,7 +28,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if "MEGAMOE_TEST_KERNELS" in os.environ:
         return Path(os.environ["MEGAMOE_TEST_KERNELS"])
     directory = tmp_path_factory.mktemp("kernels")
-    compile_configs("sm_90a", needed(["correctness", "goldens"], [], []), directory, jobs=os.cpu_count() or 1)
+    compile_configs(
+        "sm_90a", needed(["products", "correctness", "goldens"], [], []), directory, jobs=os.cpu_count() or 1
+    )
     return directory
 
 
@@ -41,6 +43,10 @@ def _assert_all_ok(results: Iterable[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_any_routing_and_tile_equals_the_oracle(kernels: Path, case: str) -> None:
     _assert_all_ok(correctness.run(kernels, case))
+
+
+def test_kernel_every_product_of_code_and_scale_byte_is_exact(kernels: Path) -> None:
+    _assert_all_ok(products.run(kernels))
 
 
 def test_kernel_modelopt_checkpoints_equal_exporter_and_oracle(kernels: Path) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens
+from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens, products
 from vendored_kernels.sm90.config import TILES, KernelConfig
 
 WHOLE, HALF = ("n8", "n16", "n64", "n128"), ("h8", "h16", "h64", "n64", "n128")
@@ -20,7 +20,9 @@ def needed(parts: list[str], shapes: list[str], modes: list[str]) -> list[Kernel
         add(config)
     for config in fixed_cost.needed() if "fixed-cost" in parts else ():
         add(config)
-    if any(part != "bench" and not part.startswith(("exchange", "fixed")) for part in parts):
+    for config in products.needed() if "products" in parts else ():
+        add(config)
+    if any(part not in ("bench", "products") and not part.startswith(("exchange", "fixed")) for part in parts):
         for case in correctness.all_cases():
             for tile in case.tiles:
                 add(KernelConfig(case.spec, TILES[tile]))
