@@ -49,6 +49,8 @@ class MegaMoELayer:
         layer: Model layer index, for error texts and for loading several layers under one window.
         workspace: Scratch from :func:`build_workspace` that layers of the same shape use one after another; this layer
             neither owns nor closes it. None: the layer allocates its own.
+        dynamic_eplb: A load balancer will exchange experts between slots at run time (:meth:`slot_tensors`); a reload
+            is then refused.
 
     Attributes:
         weights: This rank's :class:`~trtllm_megamoe.weights.store.WeightStore`. Give the stores of several layers to a
@@ -72,6 +74,7 @@ class MegaMoELayer:
         *,
         layer: int | None = None,
         workspace: Workspace | None = None,
+        dynamic_eplb: bool = False,
     ) -> None:
         if comm is None:
             comm = workspace.comm if workspace is not None else single()
@@ -97,6 +100,7 @@ class MegaMoELayer:
             device=self._engine.device,
             mode=config.activation_mode,
             layer=layer,
+            dynamic_eplb=dynamic_eplb,
         )
         self.weights.on_commit(self._engine.bind)
         logger.info("rank %d/%d: engine %s (%s)", self.ep_rank, self.ep_size, choice.name, choice.reason)
@@ -165,6 +169,27 @@ class MegaMoELayer:
         Collective: no.
         """
         load_one(self.weights, weights, rank=self.ep_rank)
+
+    def slot_tensors(self, weights: WeightStore | None = None) -> dict[str, torch.Tensor]:
+        """All that a launch reads of each expert, by name, for a load balancer that moves experts (R25).
+
+        Args:
+            weights: A loaded store of this layer's layout that holds other experts; None: the live tensors of this
+                layer's slots. Writing a row of those puts that expert into the slot.
+
+        Raises:
+            MegaMoeStateError: No weights are loaded.
+        """
+        self.weights.require_ready()
+        return self._engine.slot_tensors(self.weights if weights is None else weights)
+
+    def adopt_slot_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read the live slot tensors where somebody has moved them to, same names, types and sizes.
+
+        Collective: no. Graph-safe: call it before the first capture.
+        """
+        self.weights.require_ready()
+        self._engine.adopt_slot_tensors(tensors)
 
     def prepare(self) -> None:
         """Launch every bucket once without tokens, so that no later step and no graph capture meets a first time.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +100,18 @@ class Engine(ABC):
             MegaMoeStateError: No weights are bound.
         """
         raise MegaMoeUnavailableError(f"engine '{self.name}' has no tactics to choose from")
+
+    @abstractmethod
+    def slot_tensors(self, weights: WeightStore) -> dict[str, torch.Tensor]:
+        """All that a launch reads of each expert of a loaded store of this engine's layout, whole allocations by name.
+
+        Dimension 0 counts the store's experts; rows behind those belong to none. Of the bound store these are the live
+        tensors, so whoever writes a row puts another expert into that slot.
+        """
+
+    @abstractmethod
+    def adopt_slot_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read these from the next launch on: the live slot tensors, moved. No graph may have captured a launch yet."""
 
     @abstractmethod
     def saturation(self) -> SaturationReport | None:

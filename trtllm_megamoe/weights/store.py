@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,9 @@ from trtllm_megamoe.weights.spill import SpillFile
 from trtllm_megamoe.weights.staging import ExpertStaging
 
 logger = logging.getLogger(__name__)
+
+FC2_INPUT_SCALE = "fc2_input_scale"
+"""Name of a2, one per expert, among :meth:`WeightStore.migratable`."""
 
 SOURCE_NAMES = ("w3_w1_weight", "w3_w1_weight_scale", "w2_weight", "w2_weight_scale")
 """The host's names of the source parameters; they stay 0-element placeholders (R20)."""
@@ -197,9 +200,11 @@ class WeightStore:
             mode: activation mode from now on; None keeps the present one.
 
         Raises:
-            MegaMoeStateError: the store is not ready.
+            MegaMoeStateError: the store is not ready, or its experts migrate and bring their own scales.
         """
         self.require_ready()
+        if self.dynamic_eplb:
+            raise MegaMoeStateError(f"{self.where}: input scales cannot be replaced where experts migrate")
         new = replace(self.scales, input_global=scales.input_global, down_input_global=scales.down_input_global)
         mode = mode if mode is not None else self._mode
         assert mode is not None  # a ready store has one
@@ -210,13 +215,20 @@ class WeightStore:
             listener(self)
 
     def migratable(self) -> dict[str, torch.Tensor]:
-        """Tensors to register for expert migration: derived ones only, dimension 0 counting local experts (R25).
+        """Live tensors that belong to an expert: derived ones only, dimension 0 counting local experts (R25).
 
         Raises:
             MegaMoeStateError: nothing is loaded.
         """
-        _ = self.scales
-        return {**self._packed, **self._alphas}
+        a2 = self.scales.down_input_global
+        return {**self._packed, **self._alphas, **({} if a2 is None else {FC2_INPUT_SCALE: a2})}
+
+    def relocate(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with some of :meth:`migratable` where somebody moved them; whoever holds addresses must ask again."""
+        for live in (self._packed, self._alphas):
+            live.update({name: tensors[name].view(live[name].shape) for name in live if name in tensors})
+        if FC2_INPUT_SCALE in tensors:
+            self._scales = replace(self.scales, down_input_global=tensors[FC2_INPUT_SCALE].flatten())
 
     def on_commit(self, listener: Callable[[WeightStore], None]) -> None:
         """Call `listener(self)` after each replacement of weights or scales; the module's sources are gone by then."""

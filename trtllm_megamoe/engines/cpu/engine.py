@@ -17,7 +17,7 @@ a rank that gives up marks `abort` on all ranks, so that no peer waits for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,13 +90,23 @@ class CpuEngine(Engine):
         self._shared = [RegionViews(table, "shared", memory) for memory in workspace.shared.views]
         self._own = self._shared[self._rank]
         self._facts = 0
+        self._weights: WeightStore | None = None
         self._math: ExpertMath | None = None
         self._saturation = SaturationReport()
 
     def bind(self, weights: WeightStore) -> None:
+        self._weights = weights
         self._math = ExpertMath(weights, self._config)
         self._saturation = SaturationReport()
         self._facts = launch_facts(self._layer_index, shared_weight_facts(weights))
+
+    def slot_tensors(self, weights: WeightStore) -> dict[str, torch.Tensor]:
+        return weights.migratable()
+
+    def adopt_slot_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._weights is not None  # the layer has loaded
+        self._weights.relocate(tensors)
+        self.bind(self._weights)
 
     def observe(self, observer: ActivationObserver | None) -> None:
         if self._math is None:

@@ -9,6 +9,7 @@ can be captured.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,6 +34,9 @@ from trtllm_megamoe.weights.store import WeightStore
 
 _DECODE_FACTOR = 2.0**14
 """Weights decode to code * scale * 2^-14 (an exact f16 value); the epilogue's factor takes it back."""
+
+_SCALE_ROWS = "scale_rows"
+"""Name of the table of factors among the slot tensors."""
 
 _ERROR_WORDS = 8
 
@@ -59,6 +63,7 @@ class CudaEngine(Engine):
         self._layer_index = workspace.add_layer()
         self._token_counts = torch.arange(config.max_tokens_per_rank + 1, dtype=torch.int32, device=self.device)
         self._scales: torch.Tensor | None = None
+        self._weights: WeightStore | None = None
         # collective, so here and not in bind: every rank must run the same
         here = environment(torch.cuda.get_device_name(self.device), self._num_ctas)
         self._tactics = select_tactics(config, ladder.rungs, here, workspace.comm)
@@ -72,14 +77,27 @@ class CudaEngine(Engine):
         scales = self._scale_rows(weights, mode)
         if self._scales is None:
             self._scales = scales
+            self._weights = weights
             self._mode = mode
             self._addresses = self._find_addresses(weights)
             self._launches = self._load(mode, self._tactics[mode])
         else:
             self._scales.copy_(scales)  # same address: captured graphs read it
 
+    def slot_tensors(self, weights: WeightStore) -> dict[str, torch.Tensor]:
+        assert self._mode is not None and self._scales is not None  # the layer has loaded
+        rows = self._scales if weights is self._weights else self._scale_rows(weights, self._mode)
+        return {**weights.packed, _SCALE_ROWS: rows}
+
+    def adopt_slot_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._weights is not None and self._mode is not None and self._scales is not None  # loaded
+        self._scales = tensors[_SCALE_ROWS].view(self._scales.shape)
+        self._weights.relocate(tensors)
+        self._addresses = self._find_addresses(self._weights)
+        self._launches = self._load(self._mode, self._tactics[self._mode])
+
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
-        self._raise_if_failed()
+        self.raise_if_failed()
         self._workspace.require_launchable()
         if self._scales is None:
             raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
@@ -119,6 +137,13 @@ class CudaEngine(Engine):
         resolved = ResolvedTactic(space.resolve(tactic, bucket), "pinned")
         self._launches.update(self._load(self._mode, {bucket: resolved}))
 
+    def stop_before(self, step: str) -> None:
+        fault = {"fault_step": hopper.fault_step(step)}
+        self._launches = {
+            bucket: replace(prepared, launch=partial(prepared.launch, **fault))
+            for bucket, prepared in self._launches.items()
+        }
+
     def saturation(self) -> SaturationReport | None:
         """The kernel does not count saturated blocks; the CPU engine does."""
         return None
@@ -130,7 +155,7 @@ class CudaEngine(Engine):
     def _scale_rows(self, weights: WeightStore, mode: ActivationMode) -> torch.Tensor:
         """(L + 1, 4) fp32: {gate, up, down factors, fc1 output's factor} per expert; last {qs1, 0, launch facts}."""
         alphas, num_local = weights.alphas, weights.spec.num_local_experts
-        rows = torch.zeros(num_local + 1, 4, dtype=torch.float32, device=self.device)
+        rows = torch.zeros(num_local + 1, 4, dtype=torch.float32, device=weights.device)
         rows[:num_local, :2] = alphas["fc1_alpha"] * _DECODE_FACTOR
         rows[:num_local, 2] = alphas["fc2_alpha"] * _DECODE_FACTOR
         rows[:num_local, 3] = alphas["fc1_norm_const"]
@@ -163,7 +188,7 @@ class CudaEngine(Engine):
         spec = hopper.layer_spec(self._config, self._workspace.comm.size, mode)
         return hopper.load_launches(spec, tactics, self._num_ctas, self._spaces["local"][:256], self._addresses)
 
-    def _raise_if_failed(self) -> None:
+    def raise_if_failed(self) -> None:
         """The kernel writes its error record to host memory; an earlier launch's failure surfaces here."""
         if int(self._error[0]) == 0:
             return
