@@ -16,7 +16,7 @@ from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.comm import Communicator, single
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.contract import require_eligible
-from trtllm_megamoe.engines.base import SaturationReport
+from trtllm_megamoe.engines.base import Engine, SaturationReport
 from trtllm_megamoe.engines.registry import EngineChoice, build_engine, choose_engine, engine_device
 from trtllm_megamoe.errors import (
     MegaMoeCapacityError,
@@ -109,6 +109,11 @@ class MegaMoELayer:
     def engine_name(self) -> str:
         """Name of the engine that runs this layer."""
         return self._engine.name
+
+    @property
+    def engine(self) -> Engine:
+        """What executes this layer's launches; for checks and measurements, no part of a forward needs it."""
+        return self._engine
 
     @property
     def device(self) -> torch.device:

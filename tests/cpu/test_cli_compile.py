@@ -67,7 +67,7 @@ def test_compile_filled_cache_serves_the_engine_without_the_dsl(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "exactly one of --preset and --checkpoint"),
+        ((), "exactly one of --preset, --checkpoint and --selftest"),
         (("--preset", "kimi-k2", "--ep-size", "7"), "not divisible by ep_size 7"),
         (("--preset", "kimi-k3"), "kimi-k3"),
     ],

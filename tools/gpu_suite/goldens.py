@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from tests.helpers.golden import GOLDEN_LAYERS, GoldenLayer, golden_layer
-from tools.gpu_suite.correctness import compare, oracle_options
+from tools.gpu_suite.correctness import oracle_options
 from tools.gpu_suite.layer import GpuLayer
 from trtllm_megamoe.reference.oracle import OracleWeights, oracle_forward
+from trtllm_megamoe.selftest.checks import compare
 from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
 
 TILE_NAMES = ("h8", "n16")

@@ -144,7 +144,7 @@ def sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:
     return _sanitize(cache_dir, arguments, KernelConfig(spec, TILES[SANITIZED_TILE]))
 
 
-SANITIZED_RANKS = "odd-bf16-fp4-two-ranks"
+SANITIZED_RANKS = "two-ranks-odd-bf16-fp4"
 
 
 def exchange_sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:

@@ -21,9 +21,12 @@ from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 from trtllm_megamoe.kernels import blackwell, hopper
+from trtllm_megamoe.kernels.family import FAMILIES
 from trtllm_megamoe.kernels.selection import NO_GPU, environment, select_tactics
 from trtllm_megamoe.kernels.tactics import tactic_space, tile_of
 from trtllm_megamoe.presets import PRESETS
+from trtllm_megamoe.selftest.objects import Bar, obtain_all
+from trtllm_megamoe.selftest.plan import Target, needed_kernels
 
 Obtain = Callable[[hopper.Progress], dict[str, Path]]
 """Gets one kernel's object; reports its name and state."""
@@ -39,6 +42,19 @@ def _blackwell_kernels(
     spec = blackwell.layer_spec(config, ep_size)
     tiles = {tile.name: tile for tile in blackwell.tiles_of_ladder(spec, ladder).values()}
     return [partial(blackwell.obtain, arch, spec, [tile], cache) for tile in tiles.values()]
+
+
+def _compile_selftest(target: Target, cache: ObjectCache, jobs: int) -> None:
+    """Every kernel that `selftest` launches on this target."""
+    family, kernels = target.family, needed_kernels(target)
+    assert family is not None
+
+    def bar(count: int) -> Bar:
+        made: Bar = tqdm(total=count, desc=f"compile {family.arch}", unit="kernel", disable=None)
+        return made
+
+    obtain_all(family, kernels, cache, jobs, bar)
+    click.echo(f"{len(kernels)} kernels of the self-test ({family.arch}) in {cache.root}")
 
 
 @click.command("compile", short_help="Compile a model's kernels into the cache; needs no GPU.")
@@ -76,6 +92,9 @@ def _blackwell_kernels(
     type=click.IntRange(min=1),
     help="One rank's experts of an EP-way layer, alone: the layer that `tune --share-of-ep` measures.",
 )
+@click.option("--selftest", "is_selftest", is_flag=True, help="The kernels of `selftest` instead of a model's.")
+@click.option("--quick", is_flag=True, help="With --selftest: those of `selftest --quick`.")
+@click.option("--jobs", default=0, help="With --selftest: kernels at a time.  [default: all cores, at most 16]")
 @click.option("--for-tuning", is_flag=True, help="Also every tile configuration that `tune` measures.")
 @click.option(
     "--num-sms", default=H200_SMS, show_default=True, type=click.IntRange(min=1), help="GPU's multiprocessors."
@@ -95,6 +114,9 @@ def command(
     wires: tuple[str, ...],
     modes: tuple[str, ...],
     share_of_ep: int,
+    is_selftest: bool,
+    quick: bool,
+    jobs: int,
     for_tuning: bool,
     num_sms: int,
     out: Path | None,
@@ -103,8 +125,11 @@ def command(
 
     That is the heuristic's kernels, and those of the tactic table that TRTLLM_MEGAMOE_TACTICS names.
     """
-    if (preset is None) == (checkpoint is None):
-        raise MegaMoeConfigError("give exactly one of --preset and --checkpoint")
+    if [preset is not None, checkpoint is not None, is_selftest].count(True) != 1:
+        raise MegaMoeConfigError("give exactly one of --preset, --checkpoint and --selftest")
+    if is_selftest:
+        _compile_selftest(Target(FAMILIES[arch], num_sms, quick, ep_size), ObjectCache(out), jobs)
+        return
     model = find_model(preset or checkpoint or "")
     if share_of_ep > 1:
         model, ep_size = share_of(model, share_of_ep), 1

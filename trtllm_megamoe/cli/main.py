@@ -23,6 +23,7 @@ _COMMANDS = {
     "verify-checkpoint": "trtllm_megamoe.cli.verify_checkpoint",
     "check-graph": "trtllm_megamoe.cli.check_graph",
     "compile": "trtllm_megamoe.cli.compile",
+    "selftest": "trtllm_megamoe.cli.selftest",
     "tune": "trtllm_megamoe.cli.tune",
     "cache": "trtllm_megamoe.cli.cache",
 }

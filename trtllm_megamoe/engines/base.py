@@ -101,6 +101,26 @@ class Engine(ABC):
         """
         raise MegaMoeUnavailableError(f"engine '{self.name}' has no tactics to choose from")
 
+    def raise_if_failed(self) -> None:
+        """Raise what an earlier launch reported; all of it is known once the device has finished.
+
+        Raises:
+            MegaMoeTimeoutError, MegaMoeAbortedError, MegaMoeRankDivergenceError: As for a forward.
+        """
+        return  # an engine that raises while it runs has nothing left to report
+
+    def stop_before(self, step: str) -> None:
+        """Make every later launch of this rank end before a step: how self-tests see waits expire.
+
+        Args:
+            step: "staged tokens" (one CTA never stages), "publish", "pull" or "return".
+
+        Raises:
+            MegaMoeUnavailableError: This engine cannot.
+            MegaMoeConfigError: No such step.
+        """
+        raise MegaMoeUnavailableError(f"engine '{self.name}' cannot stop before '{step}'")
+
     @abstractmethod
     def slot_tensors(self, weights: WeightStore) -> dict[str, torch.Tensor]:
         """All that a launch reads of each expert of a loaded store of this engine's layout, whole allocations by name.

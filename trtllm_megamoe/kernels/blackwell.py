@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of one layer on Blackwell, one rank: a token block per bucket, objects compiled into the cache.
+"""Kernels of one layer on Blackwell: a token block per bucket, tactics, objects compiled into the cache.
 
-Used by the `compile` command and by checks. NO ENGINE LAUNCHES THESE KERNELS YET: they have never run on hardware.
+Used by the `compile` command, the CUDA engine (through `family`) and by checks. THESE KERNELS HAVE NEVER RUN ON
+HARDWARE; whoever launches them is told so.
 """
 
 from __future__ import annotations
@@ -17,28 +18,98 @@ from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.kernels.objects import get_or_compile
+from trtllm_megamoe.tuning.tactic import Tactic, TacticSpace
 from vendored_kernels import registry
 from vendored_kernels.sm90.config import KernelConfigError, LayerSpec
-from vendored_kernels.sm100.config import ARCHITECTURES, KernelConfig, TileConfig, check_layer, choose_tile
+from vendored_kernels.sm100.config import (
+    ARCHITECTURES,
+    MAX_REGISTERS,
+    TILE_ROWS,
+    TILES,
+    KernelConfig,
+    TileConfig,
+    check_layer,
+    choose_tile,
+)
+
+__all__ = ["KernelConfig"]
 
 ARCHS = ARCHITECTURES
+
+KERNEL = "sm100"
+"""Name of the family in tactic tables."""
+
+CAUTION = "Blackwell kernels are compiled, inspected and interpreted, but not yet run on hardware"
+
+FC1_LAG = 3
+"""fc1 tiles per multiprocessor between the end of an expert's fc1 and its fc2."""
+
+LAGS = (2, 5)
+"""Lags worth trying beside it."""
 
 Progress = Callable[[str, str], None]
 """Called with (kernel name, "cached" or "compiled") per kernel."""
 
 
-def layer_spec(config: MegaMoeConfig, ep_size: int) -> LayerSpec:
-    """The facts of a layer that are compiled into its kernels; activations are always NVFP4.
+def layer_spec(config: MegaMoeConfig, ep_size: int, mode: ActivationMode = ActivationMode.NVFP4) -> LayerSpec:
+    """The facts of a layer that are compiled into its kernels.
 
     Raises:
         MegaMoeConfigError: The kernel does not support the layer; the text names the rule.
     """
-    spec = hopper.layer_spec(config, ep_size, ActivationMode.NVFP4)
+    spec = hopper.layer_spec(config, ep_size, mode)
     try:
         check_layer(spec)
     except KernelConfigError as err:
         raise MegaMoeConfigError(str(err)) from None
     return spec
+
+
+def tactic_of(tile: TileConfig, lag: int = FC1_LAG) -> Tactic:
+    """A tile configuration and a lag as a tactic; what this kernel does not choose has its one value."""
+    return Tactic(
+        token_widths=(tile.tokens,),
+        tile_rows=TILE_ROWS,
+        math_warpgroups=1,
+        math_registers=MAX_REGISTERS,
+        producer_registers=MAX_REGISTERS,
+        max_stages=tile.max_stages,
+        fc1_lag=lag,
+    )
+
+
+def tile_of(tactic: Tactic) -> TileConfig:
+    """The tile configuration of a tactic: the named one with these numbers, else a new one named after them."""
+    tokens, stages = tactic.token_widths[-1], tactic.max_stages
+    for known in TILES.values():
+        if (known.tokens, known.max_stages) == (tokens, stages):
+            return known
+    return TileConfig(f"t{tokens}x{stages}", tokens, stages)
+
+
+def tactic_space(spec: LayerSpec, num_sms: int) -> TacticSpace:
+    """The tactics of one layer; legality is the kernel's own check. `num_sms` changes nothing here."""
+
+    def why_illegal(tactic: Tactic, bucket: int) -> str | None:
+        if len(tactic.token_widths) != 1:
+            return f"token_widths {tactic.token_widths} must be one width"
+        tile = tile_of(tactic)
+        if tactic_of(tile, tactic.fc1_lag) != tactic:
+            return f"tile_rows, warpgroups and registers are fixed: {tactic_of(tile, tactic.fc1_lag)}"
+        try:
+            KernelConfig(spec, tile)
+        except KernelConfigError as err:
+            return str(err)
+        return None if tactic.fc1_lag >= 1 else f"fc1_lag {tactic.fc1_lag} must be at least 1 tile per multiprocessor"
+
+    def heuristic(bucket: int) -> Tactic:
+        return tactic_of(choose_tile(spec, bucket))
+
+    def candidates(bucket: int) -> list[Tactic]:
+        tiles = [tactic_of(tile) for tile in TILES.values()]
+        return tiles + [tactic_of(choose_tile(spec, bucket), lag) for lag in LAGS]
+
+    return TacticSpace(KERNEL, why_illegal, heuristic, candidates)
 
 
 def tiles_of_ladder(spec: LayerSpec, ladder: BucketLadder) -> dict[int, TileConfig]:

@@ -24,11 +24,22 @@ from trtllm_megamoe.tuning.table import ResolvedTactic
 from vendored_kernels import registry
 from vendored_kernels.launch import Launch
 from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile
-from vendored_kernels.sm90.sites import SITE_CELLS, SITE_HEADER, SITE_NAMES, SITE_PEER
+from vendored_kernels.sm90.sites import (
+    FAULT_PUBLISH,
+    FAULT_PULL,
+    FAULT_RETURN,
+    FAULT_STAGED,
+    SITE_CELLS,
+    SITE_HEADER,
+    SITE_NAMES,
+    SITE_PEER,
+)
 
-__all__ = ["SITE_CELLS", "SITE_HEADER", "SITE_PEER"]
+__all__ = ["SITE_CELLS", "SITE_HEADER", "SITE_PEER", "KernelConfig"]
 
 ARCH = "sm_90a"
+
+_FAULTS: dict[str, int] = {"staged tokens": FAULT_STAGED, "publish": FAULT_PUBLISH, "pull": FAULT_PULL, "return": FAULT_RETURN}
 
 Progress = Callable[[str, str], None]
 """Called with (kernel name, "cached" or "compiled") per kernel."""
@@ -104,6 +115,17 @@ def load_launches(
 def describe_site(site: int, index: int) -> str:
     """What an error record's site and index mean, for people."""
     return f"{SITE_NAMES.get(site, f'site {site}')} {index}"
+
+
+def fault_step(step: str) -> int:
+    """The launch argument that makes a rank stop before a step.
+
+    Raises:
+        MegaMoeConfigError: No such step.
+    """
+    if step not in _FAULTS:
+        raise MegaMoeConfigError(f"a launch cannot stop before {step!r}; allowed: {', '.join(_FAULTS)}")
+    return _FAULTS[step]
 
 
 def obtain(
