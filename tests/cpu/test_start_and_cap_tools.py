@@ -38,14 +38,42 @@ def test_compare_caps_reports_the_median_over_turns() -> None:
     assert row["spread_pct"] == 30.0, "26 against 20"
 
 
-@pytest.mark.slow  # four processes that import torch
+@pytest.mark.slow  # two processes that import torch
 def test_warm_start_counts_what_is_above_the_bare_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "start.json"
-    options = ["--engine", "cpu", "--preset", "gpt-oss-120b", "--share-of-ep", "32", "--rounds", "1"]
+    options = ["--engine", "cpu", "--preset", "gpt-oss-120b", "--share-of-ep", "32", "--num-experts", "4"]
+    options += ["--warm-ups", "0", "--rounds", "1"]
     code = measure_warm_start.main([*options, "--max-tokens-per-rank", "16", "--out", str(out)])
     result = json.loads(out.read_text())
     assert json.loads(capsys.readouterr().out) == result
+    assert result["fault"] is None and result["canaries_intact"]
     assert code == (0 if result["within_limit"] else 1)
-    assert result["warm_s"] > 0 and result["bare_s"] > 0
-    assert result["above_bare_s"] == pytest.approx(result["warm_s"] - result["bare_s"])
     assert {"import", "load weights and kernels", "launch every bucket"} <= set(result["phases_s"])
+    uncounted = sum(result["phases_s"][name] for name in ("canaries", "draw weights", "check", "reload weights"))
+    assert result["warm_s"] == pytest.approx(sum(result["phases_s"].values()) - uncounted)
+    assert 0 < result["bare_s"] == pytest.approx(result["warm_s"] - result["above_bare_s"])
+
+
+def test_warm_start_child_that_outlasts_its_limit_is_ended_and_reported() -> None:
+    found = measure_warm_start.start("bare", ["--engine", "cpu"], 0.05)
+    assert found["fault"] == "ended after its limit of 0.05 s"
+
+
+def test_warm_start_child_that_fails_says_why() -> None:
+    found = measure_warm_start.start("bare", ["--none-such"], 60.0)
+    assert found["fault"].startswith("exit code 2: ") and "--none-such" in found["fault"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "fault"),
+    [
+        ({"canaries_intact": True, "compiler_loaded": False}, None),
+        ({"canaries_intact": False, "compiler_loaded": False}, "memory of other tensors"),
+        ({"canaries_intact": True, "compiler_loaded": True}, "compiler was loaded"),
+    ],
+)
+def test_warm_start_changed_canary_or_loaded_compiler_does_not_count(facts: dict[str, bool], fault: str | None) -> None:
+    lines = [{"phase": "torch", "s": 2.0}, {"phase": "check", "s": 0.1, **facts}]
+    found = measure_warm_start.read_child("\n".join(json.dumps(line) for line in lines))
+    assert found["phases_s"] == {"torch": 2.0, "check": 0.1}
+    assert found["fault"] is None if fault is None else fault in found["fault"]
