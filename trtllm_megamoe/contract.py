@@ -116,8 +116,8 @@ def judge_facts(facts: LayerFacts) -> Eligibility:
         refuse(RejectReason.LORA, "MoE LoRA is not supported")
     if facts.router_weight_on_input:
         refuse(RejectReason.ROUTER_WEIGHT, "apply_router_weight_on_input is not supported")
-    if facts.dynamic_eplb:
-        refuse(RejectReason.EPLB, "experts that migrate at run time are not supported; static placement is")
+    if facts.dynamic_eplb and facts.has_bias:
+        refuse(RejectReason.EPLB, "expert biases do not move with experts that migrate at run time")
     return Eligibility(tuple(found))
 
 

@@ -18,7 +18,7 @@ from tests.helpers.fake_host.install import installed_host
 from tests.helpers.golden import golden_layer
 from tests.helpers.host_layer import (
     REL_L2,
-    Balancer,
+    forward,
     load,
     logits_of,
     make_moe,
@@ -65,11 +65,6 @@ def newest(tmp_path: Path) -> Iterator[str]:
     with installed_host(tmp_path, "D2") as name:
         importlib.import_module("trtllm_megamoe.host")
         yield name
-
-
-def forward(moe: Any, golden: Any, rows: slice, **kwargs: Any) -> torch.Tensor:
-    out: torch.Tensor = moe.forward(golden.x[rows].bfloat16(), logits_of(golden, rows), **kwargs)
-    return out
 
 
 # ---- construction, loading, forward
@@ -407,26 +402,18 @@ def test_fused_gate_up_loading_mode_is_refused(newest: str) -> None:
         moe.load_weights([QWEN.tensors])
 
 
-def test_static_placement_with_redundant_slots_equals_the_oracle(newest: str) -> None:
-    """Ids are slots (R25): 24 slots for 16 experts in a shuffled order, some experts twice."""
-    placement = [5, 3, 0, 1, 2, 4, 6, 7, 15, 14, 13, 12, 8, 9, 10, 11, 0, 5, 5, 7, 1, 2, 3, 9]
-    balancer = Balancer(placement=placement, num_slots=24, is_dynamic=False)
-    moe = make_moe(newest, QWEN, model_config(moe_load_balancer=balancer))
-    load(moe, QWEN)
-    rows = slice(0, 8)
-    assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows)) < REL_L2
-    with pytest.raises(MegaMoeConfigError, match=r"experts without a slot: \[11\]"):
-        homeless = Balancer(placement=placement[:15] + [0] * 9, num_slots=24, is_dynamic=False)
-        make_moe(newest, QWEN, model_config(moe_load_balancer=homeless))
-
-
-def test_migrating_experts_are_refused_at_creation(newest: str) -> None:
-    balancer = Balancer(placement=list(range(16)), num_slots=16, is_dynamic=True)
-    with pytest.raises(MegaMoeConfigError, match="layer 7: experts that migrate at run time"):
-        make_moe(newest, QWEN, model_config(moe_load_balancer=balancer))
-
-
 # ---- warm-up
+
+
+def test_model_built_from_tensors_without_memory_gets_real_weights(base: str) -> None:
+    """The host's loader first builds models in a mode that makes each new tensor a placeholder."""
+    mode = importlib.import_module("tensorrt_llm._torch.pyexecutor.engine").MetaInitMode
+    with mode():
+        assert torch.empty(1).is_meta
+        moe = make_moe(base, QWEN, model_config())
+    load(moe, QWEN)
+    rows = slice(0, 2)
+    assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows)) < REL_L2
 
 
 def test_first_launch_prepares_every_bucket_once_and_never_inside_a_capture(

@@ -235,7 +235,9 @@ def test_import_needs_neither_host_nor_torch() -> None:
 
 def reliance_rows() -> Iterator[tuple[str, Any]]:
     reliance = importlib.import_module("trtllm_megamoe.host.reliance")
-    for table in ("COMMON", "OVER_MOE", "OVER_IMPL_BASE", "WORKER_ENTRY"):
+    tables = ("COMMON", "OVER_MOE", "OVER_IMPL_BASE", "WORKER_ENTRY", "MIGRATION", "MIGRATION_OVER_MOE",
+              "MIGRATION_OVER_IMPL_BASE")  # fmt: skip
+    for table in tables:
         for row in getattr(reliance, table):
             yield table, row
 

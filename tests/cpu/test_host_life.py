@@ -134,6 +134,26 @@ def test_life_over_eight_ranks_equals_the_oracle(
     assert "MEGAMOE_CUTEDSL was asked for and refused" in job.stderr and "CutlassFusedMoE runs instead" in job.stderr
 
 
+def test_experts_that_migrate_between_ranks_equal_the_oracle(tmp_path: Path) -> None:
+    """Dynamic EPLB from YAML on: every step moves every expert, also to the other rank, whose host memory has it."""
+    steps = [[2, 1], [0, 6], [0, 0], [3, 3], [5, 0]]
+    options = {
+        "moe_config": {
+            "backend": "MEGAMOE_CUTEDSL",
+            "max_num_tokens": CHUNK,
+            "load_balancer": {"num_slots": 24, "layer_updates_per_iter": 1},
+        }
+    }
+    job = serve(tmp_path, "D2", 2, steps=steps, options=options)
+    assert job.exit_code == 0, job.stderr
+    golden, per_rank = golden_layer("modelopt_nvfp4_qwen3_moe", 0), [job.outputs(rank) for rank in range(2)]
+    for index, counts in enumerate(steps):
+        got = torch.cat([outputs[f"step{index}.0"] for outputs in per_rank])
+        assert [outputs[f"step{index}.0"].shape[0] for outputs in per_rank] == counts
+        if sum(counts):
+            assert rel_l2(got, expected_rows(golden, counts)) < REL_L2
+
+
 def on_rank_one(text: str) -> Deviation:
     """Run a line in the second worker before anything else."""
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,20 +79,33 @@ def load(moe: Any, golden: GoldenLayer) -> None:
         moe.post_load_weights()
 
 
+def forward(moe: Any, golden: GoldenLayer, rows: slice, **kwargs: Any) -> torch.Tensor:
+    """The layer over these golden rows, through the wrapper."""
+    out: torch.Tensor = moe.forward(golden.x[rows].bfloat16(), logits_of(golden, rows), **kwargs)
+    return out
+
+
 def run_context(base: str, **fields: Any) -> Any:
     return importlib.import_module(f"{base}.impl_contract").MoERunContext(**fields)
 
 
-class Balancer(SimpleNamespace):
-    """A load balancer with a placement that does not change, unless `is_dynamic`."""
+@contextlib.contextmanager
+def load_balancer(
+    base: str, num_slots: int, placement: Sequence[int] | None = None, *, updates: int = 0
+) -> Iterator[tuple[Any, Any]]:
+    """The host's load balancer while a model is built: (its configuration for `model_config`, itself)."""
+    balancing = importlib.import_module(f"{base}.moe_load_balancer")
+    config = importlib.import_module("tensorrt_llm.llmapi.llm_args").MoeLoadBalancerConfig(
+        num_slots=num_slots,
+        initial_global_assignments=None if placement is None else {7: list(placement)},
+        layer_updates_per_iter=updates,
+    )
+    asking = model_config(moe_load_balancer=config)
+    with balancing.maybe_create_moe_load_balancer(asking, asking.mapping) as balancer:
+        yield config, balancer
 
-    def add_layer(self, num_experts: int, layer_idx: int | None) -> Balancer:
-        return self
 
-    def assignments(self, layer_idx: int | None) -> list[int]:
-        return list(self.placement)
-
-    def route(self, experts: torch.Tensor) -> torch.Tensor:
-        """Some slot of each expert: the last one."""
-        slot_of = {expert: slot for slot, expert in enumerate(self.placement)}
-        return torch.tensor([[slot_of[int(e)] for e in row] for row in experts], dtype=torch.int32).view(experts.shape)
+def finish_balancing(balancer: Any) -> None:
+    """What the host's model loader does with its load balancer after the weights."""
+    balancer.register_weight_slots_after_to_cuda()
+    balancer.finalize_model()

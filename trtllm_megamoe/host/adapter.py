@@ -15,13 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trtllm_megamoe.buckets import launch_cap
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ScorePlacement
-from trtllm_megamoe.host.compat import Era, HostApi
+from trtllm_megamoe.host.compat import Era, HostApi, require_migration
 from trtllm_megamoe.host.eligibility import HOST_REASONS, judge_host
+from trtllm_megamoe.host.migration import Balancing, balancing_of
 from trtllm_megamoe.host.ops import moe_forward, register_layer
 from trtllm_megamoe.host.quant_method import ModuleWeights, QuantMethodLogic
 from trtllm_megamoe.host.ranks import ep_communicator, why_not_pure_dep
@@ -79,9 +81,11 @@ class BackendLogic:
     num_experts: int
     num_slots: int
     initial_global_assignments: Any
+    layer_load_balancer: Any
     weight_loading_mode: Any
     _get_quant_method: Callable[[], Any]
     # ours
+    megamoe_api: HostApi
     megamoe_settings: HostSettings
     megamoe_layer: MegaMoELayer | None
     megamoe_weights: ModuleWeights | None
@@ -113,10 +117,15 @@ class BackendLogic:
     # ---- weights: defined here, because eras disagree on which of these their base classes implement
 
     def create_weights(self) -> None:
-        """Construct the layer, once the wrapper has synchronised its state. Collective, idempotent."""
+        """Construct the layer, once the wrapper has synchronised its state. Collective, idempotent.
+
+        The host builds models in a mode that makes each new tensor a placeholder without memory; a workspace that peers
+        map is not one of those.
+        """
         if self.megamoe_weights is None:
-            self.quant_method = self._get_quant_method()
-            self.quant_method.create_weights(self)
+            with _disable_current_modes():
+                self.quant_method = self._get_quant_method()
+                self.quant_method.create_weights(self)
             self._weights_created = True
 
     def load_weights(self, weights: list[dict[str, torch.Tensor]], allow_partial_loading: bool = False) -> None:
@@ -145,17 +154,20 @@ class BackendLogic:
 
     def build_layer(self) -> MegaMoELayer:
         """Construct the layer from what the host has synchronised by now. Collective."""
-        is_dynamic = getattr(self, "_using_dynamic_load_balancer", None)  # the host's mixin brings it
-        if is_dynamic is not None and is_dynamic():
-            raise MegaMoeConfigError(
-                f"{self.where}: experts that migrate at run time (layer_updates_per_iter > 0) are not supported; a "
-                "static placement is"
-            )
+        balancing = balancing_of(self.layer_load_balancer)
+        if balancing is Balancing.DYNAMIC:
+            require_migration(self.megamoe_api)
         settings = self.megamoe_settings
         comm = ep_communicator(self.mapping, settings.timeout_s)
         config = self._layer_config()
         self._workspace = _workspaces.acquire(config, comm)
-        layer = MegaMoELayer(config, comm, layer=self.layer_idx, workspace=self._workspace)
+        layer = MegaMoELayer(
+            config,
+            comm,
+            layer=self.layer_idx,
+            workspace=self._workspace,
+            dynamic_eplb=balancing is Balancing.DYNAMIC,
+        )
         self.megamoe_layer = layer
         self._handle = register_layer(layer)
         logger.info("%s: %s runs here, engine %s", self.where, CLASS_NAME, layer.engine_name)
@@ -279,12 +291,11 @@ class BackendLogic:
 
 def make_backend_class(api: HostApi, settings: HostSettings) -> type:
     """The backend class of this host. Called once per process."""
-    contract = api.module("impl_contract")
-    quant_method = type(
-        "MegaMoeQuantMethod",
-        (QuantMethodLogic, api.get("quantization", "FusedMoEMethodBase")),
-        {"quantizes_nvfp4_activations": settings.activations != "bf16"},
-    )
+    contract, quantization = api.module("impl_contract"), api.module("quantization")
+    quant_members: dict[str, Any] = {"quantizes_nvfp4_activations": settings.activations != "bf16"}
+    if hasattr(quantization, "EplbSupportStatus"):
+        quant_members["eplb_support_status"] = quantization.EplbSupportStatus.SUPPORTED
+    quant_method = type("MegaMoeQuantMethod", (QuantMethodLogic, quantization.FusedMoEMethodBase), quant_members)
 
     def can_implement(cls: type, p: Any, d: Any) -> Any:
         verdict = judge_host(p, d, settings)
@@ -296,6 +307,7 @@ def make_backend_class(api: HostApi, settings: HostSettings) -> type:
     members: dict[str, Any] = {
         "__doc__": "MEGAMOE_CUTEDSL by trtllm-megamoe.",
         "__module__": __name__,
+        "megamoe_api": api,
         "megamoe_settings": settings,
         "scheduler_kind": api.get("interface", "MoESchedulerKind").FUSED_COMM,
         "capabilities": _capabilities(contract.MoEStaticCapability),

@@ -18,6 +18,9 @@ from typing import Any
 from trtllm_megamoe.errors import MegaMoeUnavailableError
 from trtllm_megamoe.host.reliance import (
     COMMON,
+    MIGRATION,
+    MIGRATION_OVER_IMPL_BASE,
+    MIGRATION_OVER_MOE,
     OVER_IMPL_BASE,
     OVER_MOE,
     WORKER_ENTRY,
@@ -67,6 +70,11 @@ def relied_on(era: Era) -> tuple[Relied, ...]:
     return (*COMMON, *(OVER_IMPL_BASE if era is Era.D else OVER_MOE))
 
 
+def everything_relied_on(era: Era) -> tuple[Relied, ...]:
+    """All rows of an era, those of special cases included."""
+    return (*relied_on(era), *WORKER_ENTRY, *migration_rows(era))
+
+
 def host_version() -> str:
     """Version of the installed tensorrt_llm, for messages only."""
     try:
@@ -108,7 +116,7 @@ def locate() -> HostApi:
 
 def deviations(api: HostApi) -> list[Deviation]:
     """Every difference from the reliance table, for `doctor --host`."""
-    return list(find_deviations((*relied_on(api.era), *WORKER_ENTRY), api.module))
+    return list(find_deviations(everything_relied_on(api.era), api.module))
 
 
 def detect() -> HostApi:
@@ -120,6 +128,22 @@ def detect() -> HostApi:
     api = locate()
     _refuse(f"{api.version} (era {api.era.value})", list(find_deviations(relied_on(api.era), api.module)))
     return api
+
+
+def require_migration(api: HostApi) -> None:
+    """Check what only a layer whose experts move at run time needs (dynamic EPLB).
+
+    Raises:
+        MegaMoeUnavailableError: The host's load balancer differs; every difference is listed.
+    """
+    _refuse(
+        f"{api.version} (experts that move at run time)", list(find_deviations(migration_rows(api.era), api.module))
+    )
+
+
+def migration_rows(era: Era) -> tuple[Relied, ...]:
+    """The rows about the host's load balancer."""
+    return (*MIGRATION, *(MIGRATION_OVER_IMPL_BASE if era is Era.D else MIGRATION_OVER_MOE))
 
 
 def require_worker_entry() -> None:

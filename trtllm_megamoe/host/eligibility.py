@@ -56,7 +56,7 @@ def facts_of(problem: Any, deployment: Any, settings: HostSettings) -> LayerFact
         cluster_size=deployment.cluster_size,
         parallel_size=deployment.parallel_size,
         attention_dp=bool(deployment.use_dp),
-        dynamic_eplb=False,  # the deployment does not say static or dynamic; create_weights refuses the latter
+        dynamic_eplb=bool(getattr(deployment, "eplb_enabled", False)),  # it does not say static or dynamic
         sm=None if settings.engine == "cpu" else deployment.env.sm,
         engine_obstacle=obstacle,
     )

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeStateError, MegaMoeWeightError
+from trtllm_megamoe.errors import MegaMoeError, MegaMoeStateError, MegaMoeWeightError
+from trtllm_megamoe.host.migration import Balancing, Migration, balancing_of, slots_of_expert
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.weights.loader import LoadWindow, WeightLoader
 from trtllm_megamoe.weights.spec import TensorKey, parse_name
@@ -58,14 +59,26 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class ModuleWeights:
-    """One backend module's weights: its store, its loader, the open window, and why forward must refuse."""
+    """One backend module's weights: its store, its loader, the open window, and why forward must refuse.
 
-    def __init__(self, layer: MegaMoELayer, slots_of_expert: Mapping[int, Sequence[int]] | None) -> None:
+    Args:
+        layer: The module's layer; its store counts slots.
+        slots_of_expert: Where experts go; None where slots are the experts.
+        share: A second store, which counts experts and takes the same tensors: those that the host keeps for migration.
+    """
+
+    def __init__(
+        self,
+        layer: MegaMoELayer,
+        slots_of_expert: Mapping[int, Sequence[int]] | None,
+        share: WeightStore | None = None,
+    ) -> None:
         self.store: WeightStore = layer.weights
-        self._loader = WeightLoader({self.store.layer or 0: self.store}, rank=layer.ep_rank)
+        stores = [self.store] if share is None else [share, self.store]  # the module's own is replaced last
+        self._loaders = [WeightLoader({store.layer or 0: store}, rank=layer.ep_rank) for store in stores]
         self._who = f"rank {layer.ep_rank}: {self.store.where}"
         self._slots_of_expert = slots_of_expert
-        self._window: LoadWindow | None = None
+        self._windows: list[LoadWindow] = []
         self._held: str | None = None
 
     def require_usable(self) -> None:
@@ -87,16 +100,23 @@ class ModuleWeights:
 
     def open(self) -> None:
         """Open a window unless one is open."""
-        if self._window is None:
-            self._window = self._loader.open()
+        if not self._windows:
+            try:
+                for loader in self._loaders:
+                    self._windows.append(loader.open())
+            except MegaMoeError as err:
+                self._give_up(str(err))
+                raise
             _book.begin(self.store.where)
 
     def deliver(self, named: Mapping[str, torch.Tensor]) -> None:
         """Take tensors; experts become slots under a static placement."""
         self.open()
-        assert self._window is not None
+        *shares, own = self._windows
         try:
-            self._window.deliver(self._by_slot(named))
+            for share in shares:
+                share.deliver(named)
+            own.deliver(self._by_slot(named))
         except MegaMoeWeightError as err:
             raise self._failed(err) from err
 
@@ -106,24 +126,35 @@ class ModuleWeights:
         Raises:
             MegaMoeWeightError: Something is missing or wrong; the module keeps its old weights whole.
         """
-        if self._window is None:
+        if not self._windows:
             return
         try:
-            self._window.close()
+            for window in self._windows:
+                window.close()
         except MegaMoeWeightError as err:
             raise self._failed(err) from err
-        self._window, self._held = None, None
+        self._windows, self._held = [], None
         _book.end(self.store.where, True)
 
     def _failed(self, err: MegaMoeWeightError) -> MegaMoeWeightError:
         replaced = self.store.was_replaced
         text = f"{err}. Layers of this reload {_book.describe()}"
-        self._window = None
+        self._give_up(str(err))
         _book.end(self.store.where, replaced)
         if self.store.state is StoreState.READY:
             self._held = str(err)
             logger.error("%s: forward refuses from now on: %s", self._who, text)
         return MegaMoeWeightError(text)
+
+    def _give_up(self, reason: str) -> None:
+        for window in self._windows:
+            if window.is_open:
+                window.abort(reason)
+        self._windows = []
+
+    def forget_share(self) -> None:
+        """The host has its copies; a second load is a reload of the module's own store alone."""
+        del self._loaders[:-1]
 
     def _by_slot(self, named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in named.items():
@@ -135,26 +166,6 @@ class ModuleWeights:
                 yield TensorKey(slot, parsed.key.projection, parsed.key.component).name, tensor
 
 
-def slots_of_expert(assignments: Sequence[int] | None, num_experts: int) -> dict[int, list[int]] | None:
-    """Expert -> its slots, or None where slots are the experts themselves.
-
-    Raises:
-        MegaMoeConfigError: An assignment names no expert, or an expert has no slot.
-    """
-    if assignments is None or list(assignments) == list(range(num_experts)):
-        return None
-    slots: dict[int, list[int]] = {}
-    for slot, expert in enumerate(assignments):
-        slots.setdefault(int(expert), []).append(slot)
-    wrong = sorted(set(slots) - set(range(num_experts)))
-    homeless = sorted(set(range(num_experts)) - set(slots))
-    if wrong or homeless:
-        raise MegaMoeConfigError(
-            f"illegal expert placement: slots name unknown experts {wrong}; experts without a slot: {homeless}"
-        )
-    return slots
-
-
 class QuantMethodLogic:
     """The host's quantisation method; stateless, all state is the module's `megamoe_weights`."""
 
@@ -162,7 +173,10 @@ class QuantMethodLogic:
         """Construct the layer (collective) and register the host's four source parameters as 0-element placeholders."""
         layer = module.build_layer()
         slots = slots_of_expert(module.initial_global_assignments, module.num_experts)
-        module.megamoe_weights = ModuleWeights(layer, slots)
+        is_dynamic = balancing_of(module.layer_load_balancer) is Balancing.DYNAMIC
+        module.megamoe_migration = Migration(module, layer) if is_dynamic else None
+        share = module.megamoe_migration.store if is_dynamic else None
+        module.megamoe_weights = ModuleWeights(layer, slots, share)
         for name in SOURCE_NAMES:
             empty = torch.empty(0, dtype=torch.uint8, device=layer.device)
             module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
@@ -185,7 +199,7 @@ class QuantMethodLogic:
         for named in (weights,) if isinstance(weights, Mapping) else weights:
             module.megamoe_weights.deliver(named)
         if not allow_partial_loading:
-            self.process_weights_after_loading(module)
+            self._finalize_shared_weights(module)
 
     def process_weights_after_loading(self, module: Any) -> None:
         """Close the window: everything must have come."""
@@ -193,19 +207,25 @@ class QuantMethodLogic:
 
     def transform_weights(self, module: Any) -> None:
         """Packing happened when the module became complete; closes a window that is still open."""
-        self.process_weights_after_loading(module)
+        self._finalize_shared_weights(module)
 
     def cache_derived_state(self, module: Any) -> None:
-        """Scales were rebound at the commit."""
-        self.process_weights_after_loading(module)
+        """Tell a load balancer where the experts are. Scales were rebound at the commit."""
+        self._finalize_shared_weights(module)
+        if module.layer_load_balancer is not None:
+            module.layer_load_balancer.set_initial_weight_assignments(module.initial_global_assignments)
 
     def post_load_weights(self, module: Any) -> None:
         """Both hooks above, for callers of the older interface."""
-        self.process_weights_after_loading(module)
+        self.transform_weights(module)
+        self.cache_derived_state(module)
 
     def _finalize_shared_weights(self, module: Any) -> None:
-        """There are no shared host copies: a static placement copies experts into slots while loading."""
+        """Hand the host copies of a dynamic balancer over; a static one has none, its slots were filled by loading."""
         self.process_weights_after_loading(module)
+        if module.megamoe_migration is not None:
+            module.megamoe_migration.publish(module)
+            module.megamoe_weights.forget_share()
 
     def pre_reload_weights(self, module: Any) -> None:
         """Begin a hot reload of this module."""

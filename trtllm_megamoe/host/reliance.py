@@ -115,6 +115,20 @@ OVER_IMPL_BASE = (
     Relied("impl_identity", "register_moe_impl", "called", ("cls",)),
 )
 
+MIGRATION = (
+    Relied("moe_load_balancer", "SingleLayerMoeLoadBalancer", "members", (
+        "is_dynamic_routing", "is_static_routing", "get_load_expert_ids", "add_register_weight_fn",
+        "set_initial_weight_assignments",
+    )),
+    Relied("moe_load_balancer", "SingleLayerMoeLoadBalancer.add_register_weight_fn", "called", ("fn", "args")),
+    Relied("moe_load_balancer", "HostMoeTensorSharer", "members", ("finalize_layer_weights",)),
+)  # fmt: skip
+"""Needed by layers whose experts move at run time only; a host that differs here still serves the others."""
+
+_REGISTER = "register_all_parameter_slot_and_to_fix_weight_fns"
+MIGRATION_OVER_MOE = (Relied("interface", f"MoE.{_REGISTER}", "called", ("weight_and_tensor_dict",)),)
+MIGRATION_OVER_IMPL_BASE = (Relied("impl_base", f"MoEImplBase.{_REGISTER}", "called", ("weight_and_tensor_dict",)),)
+
 Import = Callable[[str], types.ModuleType]
 
 

@@ -219,6 +219,11 @@ class LoadWindow:
             raise self._failure("; ".join(texts))
         self._end(failed=False)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether tensors are still taken; a failure closes the window."""
+        return self._is_open
+
     def abort(self, reason: str) -> MegaMoeWeightError:
         """Give up: complete modules stay new, all others old. Returns the error for the caller to raise."""
         self._require_open()

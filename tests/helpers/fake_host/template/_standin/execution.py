@@ -56,6 +56,8 @@ def MoEWeightOwnerMixin__process_weights_after_loading(self):
 
 
 def MoEWeightOwnerMixin__pre_reload_weights(self):
+    if self._using_load_balancer():
+        raise NotImplementedError("weight reloading is not compatible with EPLB")
     self.quant_method.pre_reload_weights(self)
 
 
@@ -78,22 +80,38 @@ def MoEEplbWeightLayoutMixin___using_load_balancer(self):
 
 
 def MoEEplbWeightLayoutMixin___using_dynamic_load_balancer(self):
-    return self.layer_load_balancer is not None and self.layer_load_balancer.is_dynamic
+    return self.layer_load_balancer is not None and self.layer_load_balancer.is_dynamic_routing()
 
 
 def MoEEplbWeightLayoutMixin__register_parameter_weight_slot_fn(self, weight_name, local_slot_id):
-    self.layer_load_balancer.register_weight_slot(local_slot_id, weight_name, getattr(self, weight_name)[local_slot_id])
+    slot = getattr(self, weight_name).data[local_slot_id]
+    self.layer_load_balancer.register_weight_slot(local_slot_id, weight_name, slot)
 
 
 def MoEEplbWeightLayoutMixin__register_to_fix_weight_fn(self, weight_name):
-    self.layer_load_balancer.fixed.append(weight_name)
+    parameter = getattr(self, weight_name)
+    tensor = parameter.detach()
+    assert tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().size(), weight_name
+    self.layer_load_balancer.make_tensor_host_accessible(tensor)
+    parameter.data = tensor
 
 
 def MoEEplbWeightLayoutMixin__register_all_parameter_slot_and_to_fix_weight_fns(self, weight_and_tensor_dict):
+    balancer = self.layer_load_balancer
+    if not balancer.is_dynamic_routing():
+        return
+    for slot in range(len(self.initial_local_expert_ids)):
+        for name in weight_and_tensor_dict:
+            balancer.add_register_weight_fn(self.register_parameter_weight_slot_fn, (name, slot))
     for name in weight_and_tensor_dict:
-        for slot in range(self.expert_size_per_partition):
-            self.register_parameter_weight_slot_fn(name, slot)
-        self.register_to_fix_weight_fn(name)
+        balancer.add_to_migrate_weight_fn(self.register_to_fix_weight_fn, (name,))
+    share, sharer = balancer.get_load_expert_ids(), balancer.host_tensor_sharer
+    for expert in range(self.num_experts):
+        for name, tensor in weight_and_tensor_dict.items():
+            if expert in share:
+                sharer.share_host_tensor_with_shape(expert, name, tensor[share.index(expert)])
+            else:
+                sharer.pre_register_host_tensor_with_shape(expert, name, tensor.dtype, tensor[0].shape)
 
 
 # ---- construction state
@@ -211,13 +229,21 @@ def ConfigurableMoE____init__(self, *, routing_method, num_experts, hidden_size,
     }
     nn.Module.__init__(self)
     _apply_state(self, state)
-    balancer = model_config.moe_load_balancer
+    balancer, placement = M.moe_load_balancer.get_moe_load_balancer(), model_config.moe_load_balancer
     if balancer is not None:
-        self.layer_load_balancer = balancer.add_layer(num_experts, layer_idx)
-        self.num_slots = balancer.num_slots
-        self.slot_start, self.slot_end = _compute_ep_partition(self.num_slots, self.ep_size, self.ep_rank)
-        self.expert_size_per_partition = self.slot_end - self.slot_start
-        self.initial_global_assignments = balancer.assignments(layer_idx)
+        if placement.num_slots % self.ep_size:
+            raise ValueError(f"num_slots {placement.num_slots} must be divisible by ep_size {self.ep_size}")
+        local = self.expert_size_per_partition = placement.num_slots // self.ep_size
+        self.layer_load_balancer = balancer.add_layer(num_experts, routing_method.top_k, local)
+        self.num_slots = placement.num_slots
+        self.initial_global_assignments = placement.get_layer_initial_global_assignments(layer_idx) or [
+            (rank * num_experts // self.ep_size + slot) % num_experts
+            for rank in range(self.ep_size)
+            for slot in range(local)
+        ]
+        assert set(self.initial_global_assignments) == set(range(num_experts))
+        self.layer_load_balancer.set_initial_weight_assignments(self.initial_global_assignments)
+        self.slot_start, self.slot_end = self.ep_rank * local, (self.ep_rank + 1) * local
         self.initial_local_expert_ids = self.initial_global_assignments[self.slot_start : self.slot_end]
     self.apply_router_weight_on_input = values.get("apply_router_weight_on_input", False)
     self.moe_cls = moe_cls
@@ -233,6 +259,8 @@ def ConfigurableMoE____init__(self, *, routing_method, num_experts, hidden_size,
         moe_cls=moe_cls,
         **passed,
     )
+    supports = moe_cls.capabilities.supports_eplb if hasattr(moe_cls.capabilities, "supports_eplb") else True
+    assert self.layer_load_balancer is None or (supports and self.backend._supports_load_balancer())
     self.comm = None if moe_cls.scheduler_kind is M.interface.MoESchedulerKind.FUSED_COMM else object()
     self.moe_max_num_tokens = model_config.moe_max_num_tokens or model_config.max_num_tokens
     self.backend.validate_configurable_moe(self)
@@ -401,10 +429,14 @@ def FusedCommMoEScheduler___run_chunks(self, x_chunks, rl_chunks, input_ids_chun
 def FusedCommMoEScheduler___forward_chunk(self, x, router_logits, *, output_dtype, all_rank_num_tokens, do_finalize,
                                           is_first_call=True, is_last_call=True, input_ids=None):  # fmt: skip
     moe, backend = self.moe, self.moe.backend
+    balancer = moe.layer_load_balancer
+    if balancer is not None and balancer.is_dynamic_routing() and is_first_call:
+        balancer.start_wait_gpu_stage()
+        balancer.done_wait_gpu_stage()
     experts, scales = moe.routing_method.apply(router_logits, input_ids)
     experts, scales = experts.to(torch.int32), scales.to(torch.float32)
-    if moe.layer_load_balancer is not None:
-        experts = moe.layer_load_balancer.route(experts)
+    if balancer is not None:
+        experts = balancer.route(experts, moe.use_dp)
     if getattr(backend, "supports_fused_prepare", lambda: False)():
         quantised, x_sf = x, None
     else:
@@ -421,4 +453,7 @@ def FusedCommMoEScheduler___forward_chunk(self, x, router_logits, *, output_dtyp
         )
     )
     assert out.shape == x.shape and out.dtype == x.dtype
+    if balancer is not None and balancer.is_dynamic_routing() and is_last_call:
+        balancer.start_set_cpu_stage()
+        balancer.done_set_cpu_stage()
     return out

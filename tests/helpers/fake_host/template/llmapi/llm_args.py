@@ -5,11 +5,28 @@ from __future__ import annotations
 
 from typing import Any, Literal, Optional, Union  # noqa: F401  (the generated fields use them)
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 
 class StrictBaseModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class MoeLoadBalancerConfig(StrictBaseModel):
+    num_slots: int | None = None
+    initial_global_assignments: dict[int, list[int]] | None = Field(default=None, repr=False)
+    layer_updates_per_iter: int = 0
+    _ep_rank: int | None = PrivateAttr(default=None)
+    _ep_size: int | None = PrivateAttr(default=None)
+
+    def setup(self, ep_rank: int, ep_size: int) -> None:
+        self._ep_rank, self._ep_size = ep_rank, ep_size
+
+    def get_layer_initial_global_assignments(self, layer_idx: int) -> list[int] | None:
+        if self.initial_global_assignments is None:
+            return None
+        assert layer_idx in self.initial_global_assignments
+        return self.initial_global_assignments[layer_idx]
 
 
 class MoeConfig(StrictBaseModel):

@@ -47,7 +47,7 @@ class StandinMoeForCausalLM:
 
         if "allow_backend_degradation" in inspect.signature(create_moe).parameters:
             common["allow_backend_degradation"] = allow_degradation
-        self.tensors = load_file(Path(directory) / "model.safetensors")
+        self.directory = directory
         self.layers = {layer: create_moe(routing_method=routing, layer_idx=layer, **common) for layer in layers}
         self.draft = None
         if draft_quant != "inherit":
@@ -59,7 +59,7 @@ class StandinMoeForCausalLM:
     def layer_weights(self, layer):
         pattern = re.compile(rf"model\.layers\.{layer}\.mlp\.experts\.(\d+)\.(\w+)\.(\w+)")
         found = {}
-        for name, tensor in self.tensors.items():
+        for name, tensor in load_file(Path(self.directory) / "model.safetensors").items():
             match = pattern.fullmatch(name)
             if match:
                 found[f"{match[1]}.{_RENAMED[match[2]]}.{match[3]}"] = tensor

@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import gc
+import importlib
 
 import torch
 from safetensors.torch import load_file, save_file
+from tensorrt_llm._standin.paths import BASE
 from tensorrt_llm._torch.model_config import ModelConfig, QuantConfig
 from tensorrt_llm._torch.models.modeling_standin import StandinMoeForCausalLM
+from tensorrt_llm.llmapi.llm_args import MoeLoadBalancerConfig
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.quantization.mode import QuantAlgo
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MB = importlib.import_module(f"{BASE}.moe_load_balancer")
 
 
-def build_model(llm_args, layers, rank):
+def make_config(llm_args, rank):
     world = llm_args.tensor_parallel_size
     moe = llm_args.moe_config
     mapping = Mapping(
@@ -23,16 +29,41 @@ def build_model(llm_args, layers, rank):
         moe_ep_size=llm_args.moe_expert_parallel_size,
         enable_attention_dp=llm_args.enable_attention_dp,
     )
-    config = ModelConfig(
+    return ModelConfig(
         mapping=mapping,
         quant_config=QuantConfig(QuantAlgo.NVFP4),
         moe_backend=moe.backend,
         moe_max_num_tokens=moe.max_num_tokens,
         max_num_tokens=llm_args.max_num_tokens,
+        moe_load_balancer=None if moe.load_balancer is None else MoeLoadBalancerConfig(**moe.load_balancer),
     )
-    return StandinMoeForCausalLM(
-        llm_args.model, layers, config, llm_args.draft_layer_quant, llm_args.allow_backend_degradation
-    )
+
+
+class MetaInitMode(TorchDispatchMode):
+    """New empty tensors have no memory; an operation on one of those is an error, and the loader starts over."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default):
+            return func(*args, **(kwargs | {"device": "meta"}))
+        if any(isinstance(a, torch.Tensor) and a.is_meta for a in args):
+            raise RuntimeError(f"meta tensor used with {func}")
+        return func(*args, **kwargs)
+
+
+def load_model(llm_args, layers, rank):
+    """What the host's model loader does, in its order; returns the model and the load balancer, if any."""
+    config = make_config(llm_args, rank)
+    with MB.maybe_create_moe_load_balancer(config, config.mapping) as balancer:
+        with MetaInitMode():
+            model = StandinMoeForCausalLM(
+                llm_args.model, layers, config, llm_args.draft_layer_quant, llm_args.allow_backend_degradation
+            )
+        model.load_weights()
+        if balancer is not None:
+            balancer.register_weight_slots_after_to_cuda()
+            balancer.finalize_model()
+    return model, balancer
 
 
 class Inputs:
@@ -59,17 +90,17 @@ class Inputs:
 def run_scenario(llm_args, scenario, out_dir, rank):
     torch.set_num_threads(1)
     layers = scenario["layers"]
-    model = build_model(llm_args, layers, rank)
-    model.load_weights()
+    model, balancer = load_model(llm_args, layers, rank)
     inputs = {layer: Inputs(scenario["golden"], layer, rank) for layer in layers}
     outputs = {}
 
     def step(name, counts, padding=0, with_meta=True):
-        for layer, moe in model.layers.items():
-            x, logits = inputs[layer].rows(counts, padding)
-            outputs[f"{name}.{layer}"] = moe.forward(
-                x, logits, all_rank_num_tokens=counts if with_meta else None, use_dp_padding=bool(padding)
-            )
+        with MB.MoeLoadBalancerIterContext(balancer):
+            for layer, moe in model.layers.items():
+                x, logits = inputs[layer].rows(counts, padding)
+                outputs[f"{name}.{layer}"] = moe.forward(
+                    x, logits, all_rank_num_tokens=counts if with_meta else None, use_dp_padding=bool(padding)
+                )
 
     world = llm_args.tensor_parallel_size
     step("warm-up general", [llm_args.max_num_tokens] * world)
