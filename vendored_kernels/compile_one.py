@@ -51,7 +51,9 @@ def _hopper(request: dict) -> tuple:
     from vendored_kernels.sm90.kernel import Sm90MegaMoeNvfp4Kernel
 
     tile = {**request["tile"], "token_widths": tuple(request["tile"]["token_widths"])}
-    config = KernelConfig(LayerSpec(**request["layer"]), TileConfig(**tile), request["all_ranks"])
+    config = KernelConfig(
+        LayerSpec(**request["layer"]), TileConfig(**tile), request["all_ranks"], request["timestamps"]
+    )
     return config, Sm90MegaMoeNvfp4Kernel(config), len(ADDRESSES), len(NUMBERS)
 
 

@@ -44,9 +44,11 @@ ADDRESSES = (
     "result_scales_at",
     "rank_operands",
     "local_stride",
+    "timestamps",
 )
 """64-bit arguments: addresses (operands in `sm90/kernel.py`), the timeout in nanoseconds, and `*_at`: a shared region's
-offset behind a rank's base in the table `peers`; for one rank they are addresses and the table says 0."""
+offset behind a rank's base in the table `peers`; for one rank they are addresses and the table says 0. `timestamps`:
+the event buffer (`timeline.py`) of a kernel compiled with it."""
 
 NUMBERS = (
     "pool_rows",

@@ -157,6 +157,7 @@ barrier_is_done = _memory_op(
     "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p;}", "rr", "r"
 )
 thread_index = _memory_op("mov.u32 $0, %tid.x;", "", "r")
+clock64 = _memory_op("mov.u64 $0, %clock64;", "", "l")
 ballot = _memory_op("{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1;}", "r", "r")
 warp_max_u32 = _memory_op("redux.sync.max.u32 $0, $1, 0xffffffff;", "r", "r")
 

@@ -20,10 +20,11 @@ from .sm90.config import LayerSpec
 DSL_VERSION = "4.8.1"
 """nvidia-cutlass-dsl version that the kernels are compiled, checked and measured with."""
 
-_HOPPER_SOURCES = ("ptx.py", "compile_one.py", "common", "sm90")
+_HOPPER_SOURCES = ("ptx.py", "compile_one.py", "timeline.py", "common", "sm90")
 _BLACKWELL_SOURCES = (
     "ptx.py",
     "compile_one.py",
+    "timeline.py",
     "common",
     "sm100",
     "sm90/config.py",

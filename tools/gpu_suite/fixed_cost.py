@@ -8,6 +8,7 @@ same rows per expert and the same tiles, so the difference is dispatch, waits be
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tools.gpu_suite import bench, cases
 from tools.gpu_suite.layer import GpuLayer
 from tools.gpu_suite.ranks import Inputs, RankGroup
 from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+from vendored_kernels.timeline import CtaTimeline, read
 
 SPEC = LayerSpec(7168, 256, 32, 8, "nvfp4", ep_size=8)
 """Few weights, so that the fixed part is not a small difference of large times."""
@@ -29,13 +31,15 @@ REPLAYS = 60
 CALLS = 10
 ROUNDS = 3
 TOKENS = (0, 1, 8, 32)
+TIMELINE_REPLAYS = 15
 
 
 def needed() -> Iterator[KernelConfig]:
     """Kernels of the measurement."""
-    yield KernelConfig(SPEC, TILES[TILE])
-    yield KernelConfig(SPEC, TILES[TILE], all_ranks=True)
-    yield KernelConfig(ALONE, TILES[TILE])
+    for timestamps in (False, True):
+        yield KernelConfig(SPEC, TILES[TILE], timestamps=timestamps)
+        yield KernelConfig(SPEC, TILES[TILE], all_ranks=True, timestamps=timestamps)
+        yield KernelConfig(ALONE, TILES[TILE], timestamps=timestamps)
 
 
 def _median_us(enqueue: Callable[[], None]) -> float:
@@ -64,57 +68,145 @@ def _received(inputs: list[Inputs], rank: int) -> Inputs:
     return Inputs(x, mine, torch.cat([i.weights for i in inputs])[chosen].contiguous())
 
 
-def run(cache_dir: Path) -> Iterator[dict[str, Any]]:
-    """One row per number of tokens a rank; times in microseconds, medians of graph replays."""
-    packed = [bench.random_records(SPEC) for _ in range(SPEC.ep_size)]
-    scales = bench.random_scales(dataclasses.replace(SPEC, num_local_experts=SPEC.num_experts))
-    group = RankGroup(SPEC, {}, max(TOKENS), cache_dir, packed=packed, scales=scales)
-    group.load([TILE])
-    cap = max(TOKENS) * SPEC.ep_size
-    alone = [
-        GpuLayer(ALONE, {}, cap, cache_dir, packed=p, scales=bench.random_scales(ALONE), ctas=group.ctas)
-        for p in packed
-    ]
-    counts = torch.arange(cap + 1, dtype=torch.int32, device="cuda")
-    for tokens in TOKENS:
-        inputs = []
+class Setup:
+    """The ranks and, fed with what each of them receives, the one-rank layers; `timestamps` as in the kernels."""
+
+    def __init__(self, cache_dir: Path, packed: list[dict[str, torch.Tensor]], *, timestamps: bool) -> None:
+        scales = bench.random_scales(dataclasses.replace(SPEC, num_local_experts=SPEC.num_experts))
+        self.group = RankGroup(SPEC, {}, max(TOKENS), cache_dir, packed=packed, scales=scales, timestamps=timestamps)
+        self.group.load([TILE])
+        self.cap = max(TOKENS) * SPEC.ep_size
+        self.timeline = None if self.group.timeline is None else torch.zeros_like(self.group.timeline)
+        ctas = self.group.ctas
+        self.alone = [
+            GpuLayer(
+                ALONE,
+                {},
+                self.cap,
+                cache_dir,
+                packed=p,
+                scales=bench.random_scales(ALONE),
+                ctas=ctas,
+                timeline=None if self.timeline is None else self.timeline[r * ctas : (r + 1) * ctas],
+            )
+            for r, p in enumerate(packed)
+        ]
+        self.counts = torch.arange(self.cap + 1, dtype=torch.int32, device="cuda")
+
+    def set_tokens(self, tokens: int) -> None:
+        """T of every rank for all that follows; every form has run once afterwards."""
+        self.inputs = []
         for rank in range(SPEC.ep_size):
             ids = cases.random_ids(SPEC.num_experts, SPEC.top_k, SPEC.num_experts * tokens // SPEC.top_k, rank + 1)
             ids = ids[:tokens].contiguous()
-            inputs.append(Inputs(cases.tokens(SPEC, tokens, rank), ids, cases.weights(SPEC, ids, rank)))
-        outputs = group.outputs(inputs)
-        group.set_operands(inputs, outputs)
-        received = [_received(inputs, rank) for rank in range(SPEC.ep_size)]
-        scratch = [torch.empty(max(i.tokens, 1), 7168, dtype=torch.bfloat16, device="cuda") for i in received]
-
-        def launch_alone(rank: int, received: list[Inputs] = received, scratch: list[Any] = scratch) -> None:
-            i = received[rank]
-            at = counts.data_ptr() + 4 * i.tokens
-            alone[rank].enqueue(TILE, i.x, i.ids, i.weights, scratch[rank], num_tokens=at)
-
-        def launch_rank(rank: int, inputs: list[Inputs] = inputs, outputs: list[Any] = outputs) -> None:
-            group.enqueue(rank, TILE, inputs[rank], outputs[rank])
-
-        def launch_dry(rank: int) -> None:
-            group.layers[rank].launch(TILE)(dry=1)
-
-        for rank in range(SPEC.ep_size):
-            launch_alone(rank)
+            self.inputs.append(Inputs(cases.tokens(SPEC, tokens, rank), ids, cases.weights(SPEC, ids, rank)))
+        self.outputs = self.group.outputs(self.inputs)
+        self.group.set_operands(self.inputs, self.outputs)
+        self.received = [_received(self.inputs, rank) for rank in range(SPEC.ep_size)]
+        self.scratch = [torch.empty(max(i.tokens, 1), 7168, dtype=torch.bfloat16, device="cuda") for i in self.received]
+        for form in self.forms().values():
+            form()
         torch.cuda.synchronize()
-        measured: dict[str, list[float]] = {"ranks": [], "alone": [], "together": []}
+
+    def forms(self) -> dict[str, Callable[[], None]]:
+        """What is compared: the ranks on streams, in one launch, and the one-rank layers on streams."""
+        return {
+            "ranks": lambda: _fork(self.group.streams, self._rank),
+            "together": lambda: self.group.together(TILE, True),
+            "alone": lambda: _fork(self.group.streams, self._alone),
+        }
+
+    def empty_forms(self) -> dict[str, Callable[[], None]]:
+        """Launches that return at once."""
+        return {
+            "ranks": lambda: _fork(self.group.streams, lambda rank: self.group.layers[rank].launch(TILE)(dry=1)),
+            "together": lambda: self.group.together(TILE, True, dry=1),
+        }
+
+    def timeline_of(self, form: str) -> torch.Tensor | None:
+        """The event buffer that a form writes."""
+        return self.timeline if form == "alone" else self.group.timeline
+
+    def _rank(self, rank: int) -> None:
+        self.group.enqueue(rank, TILE, self.inputs[rank], self.outputs[rank])
+
+    def _alone(self, rank: int) -> None:
+        i = self.received[rank]
+        at = self.counts.data_ptr() + 4 * i.tokens
+        self.alone[rank].enqueue(TILE, i.x, i.ids, i.weights, self.scratch[rank], num_tokens=at)
+
+
+def run(cache_dir: Path) -> Iterator[dict[str, Any]]:
+    """One row per number of tokens a rank, times in microseconds, medians of graph replays; then itemised rows."""
+    packed = [bench.random_records(SPEC) for _ in range(SPEC.ep_size)]
+    setup = Setup(cache_dir, packed, timestamps=False)
+    for tokens in TOKENS:
+        setup.set_tokens(tokens)
+        measured: dict[str, list[float]] = {name: [] for name in setup.forms()}
         for _ in range(ROUNDS):  # in turns: what a card does over time hits all alike
-            measured["ranks"].append(_median_us(lambda: _fork(group.streams, launch_rank)))
-            measured["alone"].append(_median_us(lambda: _fork(group.streams, launch_alone)))
-            measured["together"].append(_median_us(lambda: group.together(TILE, True)))
-        full, local, together = (statistics.median(times) for times in measured.values())
+            for name, form in setup.forms().items():
+                measured[name].append(_median_us(form))
+        full, together, local = (statistics.median(measured[name]) for name in ("ranks", "together", "alone"))
+        empty = {name: _median_us(form) for name, form in setup.empty_forms().items()}
         yield {
             "tokens_per_rank": tokens,
             "ranks_us": round(full, 2),
             "alone_us": round(local, 2),
             "communication_us": round(full - local, 2),
             "together_us": round(together, 2),
+            "together_communication_us": round(together - empty["together"] - (local - empty["ranks"]), 2),
             "rounds_us": {name: [round(t, 1) for t in times] for name, times in measured.items()},
-            "empty_launches_us": round(_median_us(lambda: _fork(group.streams, launch_dry)), 2),
-            "empty_together_us": round(_median_us(lambda: group.together(TILE, True, dry=1)), 2),
-            "ok": not any(record["set"] for record in group.records()),
+            "empty_launches_us": round(empty["ranks"], 2),
+            "empty_together_us": round(empty["together"], 2),
+            "ok": not any(record["set"] for record in setup.group.records()),
         }
+    yield from itemise(Setup(cache_dir, packed, timestamps=True))
+
+
+def itemise(setup: Setup) -> Iterator[dict[str, Any]]:
+    """When each event happens, by kernels with timestamps: us since the first CTA entered, medians over replays.
+
+    Of an event: its earliest, middle and latest CTA. `tile_us`: median duration of fc1 and fc2 tiles; `fetch_us`: from
+    the end of a tile to the begin of the next.
+    """
+    for tokens in TOKENS:
+        setup.set_tokens(tokens)
+        for name, form in setup.forms().items():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                form()
+            buffer = setup.timeline_of(name)
+            if buffer is None:
+                raise ValueError("itemising needs kernels with timestamps")
+            launches = []
+            for _ in range(TIMELINE_REPLAYS):
+                buffer.zero_()
+                graph.replay()
+                torch.cuda.synchronize()
+                launches.append(read(buffer.tolist()))
+            yield {"tokens_per_rank": tokens, "timeline": name, **summary(launches[3:]), "ok": True}
+
+
+def summary(launches: list[list[CtaTimeline]]) -> dict[str, Any]:
+    """Events and tiles of several launches, in us."""
+    names = {name for launch in launches for cta in launch for name in cta.events}
+
+    def spread(times: list[list[float]]) -> list[float]:
+        each = [(min(t), statistics.median(t), max(t)) for t in times if t]
+        return [round(statistics.median(column) / 1e3, 2) for column in zip(*each, strict=True)]
+
+    events = {n: spread([[c.events[n] for c in launch if n in c.events] for launch in launches]) for n in names}
+    events["entered"] = spread([[c.entered for c in launch] for launch in launches])
+    ctas = [cta for launch in launches for cta in launch]
+    tiles = {
+        kind: [end - begin for cta in ctas for begin, end, is_fc2 in cta.tiles if is_fc2 == (kind == "fc2")]
+        for kind in ("fc1", "fc2")
+    }
+    gaps = [b[0] - a[1] for cta in ctas for a, b in itertools.pairwise(cta.tiles)]
+    return {
+        "events_us": dict(sorted(events.items(), key=lambda item: item[1][1])),
+        "tile_us": {kind: round(statistics.median(times) / 1e3, 2) for kind, times in tiles.items() if times},
+        "first_tile_us": spread([[c.tiles[0][1] for c in launch if c.tiles] for launch in launches]),
+        "fetch_us": round(statistics.median(gaps) / 1e3, 2) if gaps else 0.0,
+        "tiles_of_a_cta": spread([[1e3 * c.num_tiles for c in launch] for launch in launches]),
+    }

@@ -67,7 +67,10 @@ def region_table(spec: LayerSpec, max_tokens: int) -> RegionTable:
 
 
 class GpuLayer:
-    """Weights and workspace of one layer on the current GPU; `forward` is one launch."""
+    """Weights and workspace of one layer on the current GPU; `forward` is one launch.
+
+    `timeline` (CTAs, CTA_WORDS) i64: the kernels are those with timestamps, and write there.
+    """
 
     def __init__(
         self,
@@ -83,8 +86,9 @@ class GpuLayer:
         ctas: int | None = None,
         local: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
+        timeline: torch.Tensor | None = None,
     ) -> None:
-        self.spec, self.cache_dir = spec, cache_dir
+        self.spec, self.cache_dir, self.timeline = spec, cache_dir, timeline
         self.device = torch.device("cuda")
         self.rank = rank
         self.num_ctas = ctas or torch.cuda.get_device_properties(0).multi_processor_count
@@ -164,7 +168,7 @@ class GpuLayer:
     def launch(self, tile_name: str) -> Launch:
         """The launch of one tile configuration."""
         if tile_name not in self._launches:
-            config = KernelConfig(self.spec, TILES[tile_name])
+            config = KernelConfig(self.spec, TILES[tile_name], timestamps=self.timeline is not None)
             fixed = self.arguments(tile_name) | {"grid": self.num_ctas}
             function = load_kernel(config, "sm_90a", self.cache_dir)
             self._launches[tile_name] = Launch(function, self.spaces["local"][:256], fixed)
@@ -185,6 +189,7 @@ class GpuLayer:
             "timeout_ns": 2_000_000_000,
             "peers": self.peers.data_ptr(),
             "lag": fc1_lag(self.spec, TILES[tile_name], self.num_ctas),
+            "timestamps": 0 if self.timeline is None else self.timeline.data_ptr(),
             "rank": self.rank,
             "ctas_per_rank": self.num_ctas,
         }

@@ -19,6 +19,7 @@ from trtllm_megamoe.regions import header_words
 from vendored_kernels.launch import RANK_OPERANDS, Launch
 from vendored_kernels.registry import load_kernel
 from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+from vendored_kernels.timeline import CTA_WORDS
 
 GENERATION = 77
 
@@ -62,6 +63,7 @@ class RankGroup:
         ctas: int | None = None,
         packed: Sequence[dict[str, torch.Tensor]] | None = None,
         scales: torch.Tensor | None = None,
+        timestamps: bool = False,
     ) -> None:
         self.spec, self.cache_dir, self.max_tokens = spec, cache_dir, max_tokens
         ranks, local = spec.ep_size, spec.num_local_experts
@@ -76,6 +78,9 @@ class RankGroup:
         if scales is None:
             scales = scale_table(tensors, spec.num_experts, spec.activation_mode)
         facts = 1 if workspace is None else 2  # which of the layers on the workspace
+        self.timeline = None
+        if timestamps:
+            self.timeline = torch.zeros(ranks * self.ctas, CTA_WORDS, dtype=torch.int64, device="cuda")
         self.layers = []
         for r in range(ranks):
             own = {
@@ -98,6 +103,7 @@ class RankGroup:
                 shared=shared,
                 scales=rows,
                 packed=packed[r] if packed else None,
+                timeline=None if self.timeline is None else self.timeline[r * self.ctas : (r + 1) * self.ctas],
             )
             self.layers.append(layer)
         bases = [layer.spaces["shared"].data_ptr() for layer in self.layers]
@@ -186,7 +192,7 @@ class RankGroup:
     def together(self, tile: str, ids_are_64: bool, **extra: int) -> None:
         """One launch of all ranks on what `set_operands` named."""
         if tile not in self._together:
-            config = KernelConfig(self.spec, TILES[tile], all_ranks=True)
+            config = KernelConfig(self.spec, TILES[tile], all_ranks=True, timestamps=self.timeline is not None)
             fixed = self.layers[0].arguments(tile) | {
                 "grid": self.ctas * self.spec.ep_size,
                 "error": self.errors.data_ptr(),

@@ -159,6 +159,7 @@ def run_sm90_ranks(
             "timeout_ns": timeout_ns,
             "rank_operands": 0,
             "local_stride": 0,
+            "timestamps": 0,
             "ids_are_64": int(given.ids.dtype == torch.int64),
             "fault_step": fault_steps[rank] if fault_steps else 0,
             "dry": 0,

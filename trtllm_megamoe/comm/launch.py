@@ -212,11 +212,17 @@ def mpirun_command(num_ranks: int, program: Sequence[str]) -> list[str]:
 def mpirun_environment(num_ranks: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables for a fresh mpirun: a copy of `env` (default `os.environ`) without an outer launcher's.
 
+    A user's own MCA parameters stay, unless an outer launcher is there: it exports its settings under the same names.
     The cores are shared out among the ranks unless OMP_NUM_THREADS is set. Open MPI refuses root unless told
-    otherwise; a container's only user is root, so it is told.
+    otherwise; a container's only user is root, so it is told. It also refuses to start where there is no remote
+    shell, which ranks of one node never use: there it is named a program that exists.
     """
     env = os.environ if env is None else env
-    fresh = {name: value for name, value in env.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    launched = any(name in env for name in (*_FOREIGN_MARKERS, "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
+    stale = _LAUNCHER_PREFIXES if launched else tuple(p for p in _LAUNCHER_PREFIXES if p not in ("OMPI_", "PRTE_"))
+    fresh = {name: value for name, value in env.items() if not name.startswith(stale)}
+    if not (shutil.which("ssh") or shutil.which("rsh")):
+        fresh.setdefault("OMPI_MCA_plm_rsh_agent", "false")
     fresh.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     fresh.setdefault(*QUIET_OPEN_MPI)
     fresh["OMPI_ALLOW_RUN_AS_ROOT"] = fresh["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"

@@ -166,5 +166,5 @@ def object_key(kernel: KernelConfig) -> ObjectKey:
         dsl_version=registry.DSL_VERSION,
         arch=ARCH,
         geometry=facts["layer"],
-        tactic={**facts["tile"], "all_ranks": facts["all_ranks"]},
+        tactic={**facts["tile"], "all_ranks": facts["all_ranks"], "timestamps": facts["timestamps"]},
     )

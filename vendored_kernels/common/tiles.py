@@ -55,6 +55,21 @@ def build_table(
 
     `experts` of `slots` table slots, token blocks of `block` rows, `r1` and `r2` row tiles of fc1 and fc2.
     """
+    total, live = order_experts(experts, slots, block, barrier_id, tab, thread)
+    lay_out_segments(slots, r1, r2, barrier_id, tab, lag, total, live, thread)
+    return total, live
+
+
+@cute.jit
+def order_experts(
+    experts: cutlass.Constexpr,
+    slots: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    barrier_id: cutlass.Constexpr,
+    tab: Int32,
+    thread,
+):
+    """128 threads together: `order` and `first_block`, all that a reader of token rows needs; as `build_table`."""
     at = const_expr(TableOffsets(slots))
     e = thread
     while e < experts:
@@ -91,6 +106,23 @@ def build_table(
     if thread == 0:
         ptx.sts32(tab + at.first_block + live * 4, total)
     cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
+    return total, live
+
+
+@cute.jit
+def lay_out_segments(
+    slots: cutlass.Constexpr,
+    r1: cutlass.Constexpr,
+    r2: cutlass.Constexpr,
+    barrier_id: cutlass.Constexpr,
+    tab: Int32,
+    lag,
+    total,
+    live,
+    thread,
+):
+    """128 threads together, after :func:`order_experts`: the segments of the tile stream."""
+    at = const_expr(TableOffsets(slots))
     # fc2 of the i-th expert follows fc1 of the first m >= i with >= lag fc1 tiles since the end of fc1(i)
     i = thread
     while i < live:
@@ -129,7 +161,6 @@ def build_table(
     if thread == 0:
         ptx.sts32(tab + at.segment_start + live * 8, (r1 + r2) * total)
     cute.arch.barrier(barrier_id=barrier_id, number_of_threads=128)
-    return total, live
 
 
 @cute.jit

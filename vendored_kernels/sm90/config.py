@@ -209,12 +209,14 @@ class KernelConfig:
     Attributes:
         layer, tile: see there.
         all_ranks: one launch runs every rank of the layer (on one GPU: for the sanitizer and for measuring).
+        timestamps: the kernel writes when each of its CTAs was where (`vendored_kernels/timeline.py`); for measuring.
         weight_stages, token_stages: what fits of both rings.
     """
 
     layer: LayerSpec
     tile: TileConfig
     all_ranks: bool = False
+    timestamps: bool = False
     weight_stages: int = field(init=False)
     token_stages: int = field(init=False)
 
@@ -370,7 +372,12 @@ class KernelConfig:
 
     def facts(self) -> dict:
         """Everything that distinguishes one compiled kernel from another, JSON-ready."""
-        return {"layer": asdict(self.layer), "tile": asdict(self.tile), "all_ranks": self.all_ranks}
+        return {
+            "layer": asdict(self.layer),
+            "tile": asdict(self.tile),
+            "all_ranks": self.all_ranks,
+            "timestamps": self.timestamps,
+        }
 
 
 # Registers: the launch owns 168 * 384 of them; 232 * 256 + 40 * 128 is all of that.

@@ -385,7 +385,6 @@ def pull(
                 this_piece,
                 lane,
             )
-            ptx.fence_proxy_async()
             cute.arch.sync_warp()
             if lane == 0:
                 ptx.flag_add_release_gpu(pool_ready + Int64(this_row // POOL_BLOCK_ROWS) * 4, 1)

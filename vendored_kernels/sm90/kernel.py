@@ -7,10 +7,11 @@ Purpose
     in wire format straight to the token owners, top-k sum there. Weights stay NVFP4 in HBM and shared memory and are
     decoded exactly to f16 registers. The protocol between ranks: docs/protocol.md.
 Supported
-    1 to 16 ranks that can address each other's memory, whatever tile configuration each of them runs; H multiple of 32, I multiple of 16, up to 256 local experts,
-    top_k up to 16, any token count including 0 (read from device memory, so one captured graph serves every T of its
-    bucket), ids int32 or int64 with masked (out of range) and duplicate entries, at most four token widths per launch,
-    whole (256-row) and half (128-row) tiles. All ranks in one launch on one GPU (`all_ranks`: sanitizer, measuring).
+    1 to 16 ranks that can address each other's memory, whatever tile configuration each of them runs; H multiple of 32,
+    I multiple of 16, up to 256 local experts, top_k up to 16, any token count including 0 (read from device memory, so
+    one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range) and duplicate
+    entries, at most four token widths per launch, whole (256-row) and half (128-row) tiles. For measuring and the
+    sanitizer: all ranks in one launch on one GPU (`all_ranks`), time stamps of every CTA (`timestamps`).
 Not supported
     Grids that are not fully resident (every CTA must run at once).
 Operands (addresses; R rows of the pool, T tokens, E experts of this rank, K top_k)
@@ -43,7 +44,7 @@ Pipelines (producer -> consumer, arrivals)
     done[slot]    math -> R: one per math warp
 Synchronisation contract, every kernel
     object           writer                                        reader                              reset
-    h                math: st, fence.proxy.async, arrive on done;  T: ld.acquire.gpu >= row tiles,     stream
+    h                math: st, arrive on done;                     T: ld.acquire.gpu >= row tiles,     stream
                      R: fence.proxy.async, red.release.gpu ready   fence.proxy.async, TMA
     claim            W: atom.relaxed.gpu                           (the value is all there is)         other bank, by Z
     staged, ready,   as here                                       as here                             other bank, by Z
@@ -64,8 +65,9 @@ Several ranks
     rows             on `staged`; CTA 0: ld.acquire.gpu            cells (never ld.nc)
     size cells,      CTA 0's D: fence.acq_rel.sys and              every CTA: ld.acquire.sys until     never: tag of the
     launch facts     st.relaxed.sys in each storing thread         the tag is this launch's            launch, two banks
-    pool, row_*      D: st, fence.proxy.async, syncwarp,           T: ld.acquire.gpu >= pieces,        stream
-                     red.release.gpu on pool_ready                 fence.proxy.async, TMA
+    pool, row_*      D: st, syncwarp, red.release.gpu on           fc1, T: ld.acquire.gpu >= pieces,   stream
+                     pool_ready                                    fence.proxy.async, TMA;
+                                                                   fc2: through `ready`
     results          math: st to the token owner, arrive on done;  owner: ld.acquire.sys >= sum of     never: cumulative
                      R: red.release.sys on its return counter      all routes sent, CTA barrier, ld
 Provenance
@@ -81,9 +83,20 @@ from cutlass import Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.typing import AddressSpace
 
-from .. import ptx
-from ..common import routing, wire
-from ..common.tiles import BANK_WORDS, END, EXIT_WORD, FC1, FC2_DONE, FIRST_BANK, STAGED, TableOffsets, build_table
+from .. import ptx, timeline
+from ..common import routing, stamps, wire
+from ..common.tiles import (
+    BANK_WORDS,
+    END,
+    EXIT_WORD,
+    FC1,
+    FC2_DONE,
+    FIRST_BANK,
+    STAGED,
+    TableOffsets,
+    lay_out_segments,
+    order_experts,
+)
 from ..launch import RANK_OPERANDS
 from . import epilogue, exchange, mainloop, scheduler, staging
 from .config import DISPATCH_WARPS, K_STEP, POOL_BLOCK_ROWS, RING_SLOTS, KernelConfig
@@ -154,6 +167,7 @@ class Sm90MegaMoeNvfp4Kernel:
         result_scales_at: Int64,
         rank_operands: Int64,
         local_stride: Int64,
+        timestamps: Int64,
         pool_rows: Int32,
         ready_words: Int32,
         pool_ready_words: Int32,
@@ -197,6 +211,7 @@ class Sm90MegaMoeNvfp4Kernel:
             ifull: cute.struct.MemRange[Int64, RING_SLOTS]
             iempty: cute.struct.MemRange[Int64, RING_SLOTS]
             done: cute.struct.MemRange[Int64, RING_SLOTS]
+            stamps: cute.struct.MemRange[Int64, stamps.SHARED_BYTES // 8]
             info: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * 8], 16]
             control: cute.struct.Align[cute.struct.MemRange[Int32, CONTROL_BYTES // 4], 16]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, staging.BATCH_TOKENS], 16]
@@ -244,6 +259,7 @@ class Sm90MegaMoeNvfp4Kernel:
             result_scales_at,
             rank_operands,
             local_stride,
+            timestamps,
             ready_words,
             pool_ready_words,
             index_row_words,
@@ -295,6 +311,7 @@ class Sm90MegaMoeNvfp4Kernel:
         result_scales_at: Int64,
         rank_operands: Int64,
         local_stride: Int64,
+        timestamps: Int64,
         ready_words: Int32,
         pool_ready_words: Int32,
         index_row_words: Int32,
@@ -339,6 +356,10 @@ class Sm90MegaMoeNvfp4Kernel:
         maxima, control = Int32(memory.maxima.data_ptr().toint()), Int32(memory.control.data_ptr().toint())
         staging_at, weights_at = Int32(memory.staging.data_ptr().toint()), Int32(memory.weights.data_ptr().toint())
         ex = Int32(memory.exchange.data_ptr().toint())
+        stamps_at = Int32(memory.stamps.data_ptr().toint())
+        if const_expr(cfg.timestamps):
+            if tidx == 0:
+                stamps.enter(stamps_at, timestamps, map_rank * gdim + bidx)
         tokens_at = memory.tokens.data_ptr().toint()
         at = const_expr(TableOffsets(cfg.table_experts))
         counts, cursors = table + at.rows, table + at.cursors
@@ -424,6 +445,9 @@ class Sm90MegaMoeNvfp4Kernel:
             elif warp == 0:
                 routing.lay_out_pool(cfg.table_experts, POOL_BLOCK_ROWS, counts, table + at.first_row, cursors, lane)
             cute.arch.sync_threads()
+            if const_expr(cfg.timestamps):
+                if tidx == 0:
+                    stamps.event(stamps_at, timeline.COUNTED)
             if warp >= math_warps:
                 cute.arch.setmaxregister_decrease(cfg.producer_registers)
                 # Thread numbers are read again in each branch: kept over all of it, they would be spilled.
@@ -442,28 +466,49 @@ class Sm90MegaMoeNvfp4Kernel:
                             scales + layer.num_local_experts * 16 + 8,
                             producer - 128,
                         )
+                        if const_expr(cfg.timestamps):
+                            if producer == 128:
+                                stamps.event(stamps_at, timeline.PUBLISHED)
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
                     exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
+                    if const_expr(cfg.timestamps):
+                        if producer == 0:
+                            stamps.event(stamps_at, timeline.CELLS)
                 blocks = Int32(0)
                 if warp < math_warps + 4:
-                    blocks, live = build_table(
+                    blocks, live = order_experts(
                         layer.num_local_experts,
                         cfg.table_experts,
                         tile.widest,
+                        scheduler.TABLE_BARRIER,
+                        table,
+                        producer,
+                    )
+                    if const_expr(cfg.exchange):  # dispatch may begin
+                        exchange.share_table(cfg, ex, blocks, live, producer)
+                        cute.arch.barrier_arrive(
+                            barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS
+                        )
+                    lay_out_segments(
+                        cfg.table_experts,
                         cfg.fc1_row_tiles,
                         cfg.fc2_row_tiles,
                         scheduler.TABLE_BARRIER,
                         table,
                         lag,
+                        blocks,
+                        live,
                         producer,
                     )
-                    if const_expr(cfg.exchange):
-                        exchange.share_table(cfg, ex, blocks, live, producer)
-                if const_expr(cfg.exchange):
+                elif const_expr(cfg.exchange):
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
+                if const_expr(cfg.timestamps):
+                    if producer == 0:
+                        stamps.event(stamps_at, timeline.TABLE)
                 if warp < math_warps + 4:
                     self.single_warps(
                         bars,
+                        stamps_at,
                         table,
                         blocks,
                         info,
@@ -520,6 +565,9 @@ class Sm90MegaMoeNvfp4Kernel:
                             warp - (math_warps + 4),
                             role_lane,
                         )
+                    if const_expr(cfg.timestamps):
+                        if ptx.thread_index() == math_warps * 32 + 128:
+                            stamps.event(stamps_at, timeline.PULLED)
             else:
                 cute.arch.setmaxregister_increase(cfg.math_registers)
                 first_route, own_routes = first_token * layer.top_k, own_tokens * layer.top_k
@@ -588,8 +636,12 @@ class Sm90MegaMoeNvfp4Kernel:
                         ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
                 elif tidx == 0 and own_tokens > 0:
                     ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
+                if const_expr(cfg.timestamps):
+                    if tidx == 0:
+                        stamps.event(stamps_at, timeline.STAGED)
                 fc2_tiles = self.math(
                     bars,
+                    stamps_at,
                     info,
                     rows_at,
                     staging_at,
@@ -603,6 +655,9 @@ class Sm90MegaMoeNvfp4Kernel:
                     warp,
                 )
                 last_thread = ptx.thread_index()
+                if const_expr(cfg.timestamps):
+                    if last_thread == 0:
+                        stamps.event(stamps_at, timeline.TILES_DONE)
                 launch = ptx.lds32(control + LAUNCH)
                 tokens = ptx.lds32(control + TOKENS)
                 ctas = ptx.lds32(control + CTAS)
@@ -621,6 +676,9 @@ class Sm90MegaMoeNvfp4Kernel:
                         done_counter = counters + Int64(FIRST_BANK + (launch & 1) * BANK_WORDS + FC2_DONE) * 4
                         wait_at_least(done_counter, fc2_tiles, control, 1, SITE_FC2, 0)
                     cute.arch.sync_warp()
+                if const_expr(cfg.timestamps):
+                    if last_thread == 0:
+                        stamps.event(stamps_at, timeline.RETURNED)
                 if own_items > 0:
                     wire.sum_routes(
                         layer,
@@ -645,6 +703,8 @@ class Sm90MegaMoeNvfp4Kernel:
                             ptx.stg64(epoch, ptx.lds64(control + LAUNCH) + 1)
                         else:
                             record_departure(control)
+                    if const_expr(cfg.timestamps):
+                        stamps.leave(stamps_at)
         elif dry == 0 and bidx == 0 and tidx == 0:
             record_departure(control)
 
@@ -652,6 +712,7 @@ class Sm90MegaMoeNvfp4Kernel:
     def single_warps(
         self,
         bars,
+        stamps_at: Int32,
         table: Int32,
         blocks,
         info: Int32,
@@ -708,6 +769,7 @@ class Sm90MegaMoeNvfp4Kernel:
                 exchange.pieces_per_row(cfg) if cfg.exchange else 0,
                 map_rank,
                 lane,
+                stamps_at,
             )
         elif role == 2:
             if const_expr(cfg.exchange):
@@ -717,6 +779,9 @@ class Sm90MegaMoeNvfp4Kernel:
                 )
             else:
                 scheduler.release_warp(cfg, bars, info, bank, ready_bank, None, None, (), lane)
+            if const_expr(cfg.timestamps):
+                if lane == 0:
+                    stamps.event(stamps_at, timeline.ANNOUNCED)
         else:
             if const_expr(cfg.exchange):
                 if bidx == 0 and lane < cfg.layer.ep_size:
@@ -727,6 +792,7 @@ class Sm90MegaMoeNvfp4Kernel:
     def math(
         self,
         bars,
+        stamps_at: Int32,
         info: Int32,
         rows_at: Int32,
         staging_at: Int32,
@@ -763,6 +829,9 @@ class Sm90MegaMoeNvfp4Kernel:
             entry = info + slot * scheduler.INFO_BYTES
             kind = ptx.lds32(entry)
             fc2_tiles = ptx.lds32(entry + 4)
+            if const_expr(cfg.timestamps):
+                if kind != END and ptx.thread_index() == 0:
+                    stamps.tile_begins(stamps_at)
             if kind != END:
                 expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
                 row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
@@ -815,7 +884,6 @@ class Sm90MegaMoeNvfp4Kernel:
                                     lane,
                                     warp4,
                                 )
-                            ptx.fence_proxy_async()
                         else:
                             column0 = row_tile * tile.rows + wg * 64 * m64
                             if const_expr(layer.combine_format == "bf16"):
@@ -845,6 +913,9 @@ class Sm90MegaMoeNvfp4Kernel:
                 cute.arch.sync_warp()
                 if ptx.thread_index() % 32 == 0:
                     cute.arch.mbarrier_arrive(done + slot)
+                if const_expr(cfg.timestamps):
+                    if ptx.thread_index() == 0:
+                        stamps.tile_ends(stamps_at, kind)
             slot = slot + 1
             if slot == RING_SLOTS:
                 slot = Int32(0)

@@ -15,7 +15,8 @@ from cutlass import Float16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.typing import AddressSpace
 
-from .. import ptx
+from .. import ptx, timeline
+from ..common import stamps
 from ..common.tiles import CLAIM, END, FC1, FC2, FC2_DONE, STAGED, TableOffsets
 from .config import K_STEP, POOL_BLOCK_ROWS, RECORD_BYTES, RING_SLOTS
 from .waits import COUNT_BITS, GIVEN_UP, RANK, SITE_FC1, SITE_POOL, SITE_STAGED, wait_at_least
@@ -24,8 +25,8 @@ TABLE_BARRIER = 10
 """Named barrier of the four producer warps while they build the table."""
 
 INFO_BYTES = 32
-"""A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, given up}. The last word
-is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is finished."""
+"""A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, given up}. The last
+word is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is finished."""
 
 MOST_UNANNOUNCED = 8
 """Finished fc2 tiles that other ranks are told of at once."""
@@ -122,6 +123,42 @@ def weight_warp(
 
 
 @cute.jit
+def _fetch_row_facts(
+    cfg,
+    kind: cutlass.Constexpr,
+    entry: Int32,
+    mine: Int32,
+    control: Int32,
+    pool_meta: Int64,
+    row_scale: Int64,
+    row_weight: Int64,
+    lane,
+):
+    """T: what the epilogue needs of each row of a tile: its route and token owner (fc2), or scale and weight (fc1)."""
+    layer = cfg.layer
+    widest = const_expr(cfg.tile.widest)
+    row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
+    for part in cutlass.range_constexpr(-(-widest // 32)):
+        j = lane + part * 32
+        if j < valid:
+            row = Int64(row0 + j)
+            if const_expr(kind == FC2):
+                # After a failure nothing says whose rows these are: they go to a row of this rank.
+                known = Int32(1) - ptx.lds32(entry + 28)
+                source, route = ptx.ldg_pair_if(pool_meta + row * 8, known)
+                word = route
+                if const_expr(layer.ep_size > 1):
+                    source = source if known != 0 else ptx.lds32(control + RANK)
+                    word = route + source * (1 << COUNT_BITS)
+                ptx.sts32(mine + j * 4, word)
+            else:
+                if const_expr(layer.activation_mode == "bf16"):
+                    ptx.sts32(mine + j * 4, ptx.ldg32(row_scale + row * 4))
+                if const_expr(layer.weigh_before_requant):
+                    ptx.sts32(mine + (widest + j) * 4, ptx.ldg32(row_weight + row * 4))
+
+
+@cute.jit
 def token_warp(
     cfg,
     bars,
@@ -141,6 +178,7 @@ def token_warp(
     row_pieces: cutlass.Constexpr,
     map_rank,
     lane,
+    stamps_at: Int32,
 ):
     """T: waits until a tile's tokens are readable, then TMA-loads them; fetches each row's route, scale or weight.
 
@@ -165,10 +203,15 @@ def token_warp(
         mine = rows_at + slot * (widest * 4 * cfg.row_words)
         if kind != END:
             gave_up = ptx.lds32(control + GIVEN_UP)
-            row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
             if gave_up == 0:
-                if const_expr(row_pieces > 0):
-                    # Lane l waits for the l-th 32-row block of the pool that the tile touches (in fc2: for its meta).
+                if kind == FC2:  # whoever computed fc1 had waited for these rows, so what describes them is there too
+                    counter = ptx.lds32(entry + 20)
+                    gave_up = wait_at_least(
+                        ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
+                    )
+                elif const_expr(row_pieces > 0):
+                    # Lane l waits for the l-th 32-row block of the pool that the tile touches.
+                    row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
                     block = row0 // POOL_BLOCK_ROWS + lane
                     first = block * POOL_BLOCK_ROWS
                     expert = ptx.lds32(entry + 4)
@@ -183,29 +226,9 @@ def token_warp(
                 elif staged == 0:
                     gave_up = wait_at_least(bank + STAGED * 4, staging_ctas, control, ranks, SITE_STAGED, 0)
                     staged = Int32(1)
-            for part in cutlass.range_constexpr(-(-widest // 32)):
-                j = lane + part * 32
-                if j < valid:
-                    row = Int64(row0 + j)
-                    if kind == FC2:
-                        # After a failure nothing says whose rows these are: they go to a row of this rank.
-                        source, route = ptx.ldg_pair_if(pool_meta + row * 8, Int32(1) - gave_up)
-                        word = route
-                        if const_expr(ranks > 1):
-                            source = source if gave_up == 0 else ptx.lds32(control + RANK)
-                            word = route + source * (1 << COUNT_BITS)
-                        ptx.sts32(mine + j * 4, word)
-                    else:
-                        if const_expr(layer.activation_mode == "bf16"):
-                            ptx.sts32(mine + j * 4, ptx.ldg32(row_scale + row * 4))
-                        if const_expr(layer.weigh_before_requant):
-                            ptx.sts32(mine + (widest + j) * 4, ptx.ldg32(row_weight + row * 4))
-            if kind == FC2:
-                if gave_up == 0:
-                    counter = ptx.lds32(entry + 20)
-                    gave_up = wait_at_least(
-                        ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
-                    )
+            if const_expr(cfg.timestamps):
+                if entries == 0 and lane == 0:
+                    stamps.event(stamps_at, timeline.FIRST_ROWS)
             if lane == 0:
                 ptx.sts32(entry + 28, gave_up)
                 ptx.sts32(control + GIVEN_UP, gave_up)
@@ -232,9 +255,12 @@ def token_warp(
                 steps = const_expr(layer.fc1_steps if v % 2 == FC1 else layer.fc2_steps)
                 for k in cutlass.range(-(-steps // per_stage), unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
+                    cute.copy(atom, tg[(None, k)], ts[(None, stage)], tma_bar_ptr=full + stage)
+                    if k == 0:  # while the copy is under way; the arrival that follows publishes them too
+                        _fetch_row_facts(cfg, v % 2, entry, mine, control, pool_meta, row_scale, row_weight, lane)
+                        cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, n * K_STEP * 2 * per_stage)
-                    cute.copy(atom, tg[(None, k)], ts[(None, stage)], tma_bar_ptr=full + stage)
                     stage = stage + 1
                     if stage == cfg.token_stages:
                         stage = Int32(0)
@@ -259,8 +285,9 @@ def release_warp(
 ):
     """R: publishes finished tiles, so that no math warp waits for a release.
 
-    With several ranks `rows_of(cfg, *context, expert, row_tile, row0, valid, lane)` counts the result rows of an fc2 tile for this
-    lane's rank, and `give_back(cfg, *context, rows, lane)` announces them; None and None for one rank. Announcing costs a fence of the whole system, so it is done when no further tile is finished, or for
+    With several ranks `rows_of(cfg, *context, expert, row_tile, row0, valid, lane)` counts the result rows of an fc2
+    tile for this lane's rank, and `give_back(cfg, *context, rows, lane)` announces them; None and None for one rank.
+    Announcing costs a fence of the whole system, so it is done when no further tile is finished, or for
     MOST_UNANNOUNCED tiles at once. Nothing is left at the end: the entry that ends the list is never a finished tile.
     """
     _wfull, _wempty, _tfull, _tempty, ifull, iempty, done = bars

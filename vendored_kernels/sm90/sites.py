@@ -16,7 +16,7 @@ SITE_RETURNS = 6
 SITE_HEADER = 7
 """CTA 0: a peer's header word is not this rank's (index: that rank; expected: own word; seen: theirs)."""
 SITE_PEER = 8
-"""Not a wait: a rank had given up, and this one left with it (index: that rank; expected: for whom it waited, or -1)."""
+"""Not a wait: a rank had given up, and this one left with it (index: that rank; expected: for whom it waited or -1)."""
 
 SITE_NAMES = {
     SITE_STAGED: "staged tokens",
