@@ -24,6 +24,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, int]] = []
+        self.recordings: list[object] = []  # of a real device, one for each launch
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,16 @@ class Device:
         for address in (local, shared):
             self.words[address] = Words(self.words[address].reset, self.words[address].launches + 1)
 
-    def die_in_launch(self, local: int) -> None:
+    def capture(self, graph: Graph, local: int, shared: int) -> None:
+        """Record a launch; nothing runs."""
+        graph.launches.append((local, shared))
+
+    def replay(self, graph: Graph) -> None:
+        """Run what a graph recorded."""
+        for pair in graph.launches:
+            self.launch(*pair)
+
+    def die_in_launch(self, local: int, shared: int) -> None:
         """A launch that counted on this rank and not on its peers."""
         self.words[local] = Words(self.words[local].reset, self.words[local].launches + 1)
 
