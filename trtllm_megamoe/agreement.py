@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 from trtllm_megamoe.comm.base import Communicator
-from trtllm_megamoe.errors import MegaMoeRankDivergenceError, MegaMoeWeightError
+from trtllm_megamoe.errors import MegaMoeError, MegaMoeRankDivergenceError, MegaMoeWeightError
 
 Result = TypeVar("Result")
 
@@ -35,26 +35,31 @@ def require_rank_identical(facts: Mapping[str, object], comm: Communicator, time
 
 
 def succeed_or_fail_together(
-    work: Callable[[], Result], comm: Communicator, timeout_s: float, what: str | None = None
+    work: Callable[[], Result],
+    comm: Communicator,
+    timeout_s: float,
+    what: str | None = None,
+    error: type[MegaMoeError] = MegaMoeWeightError,
 ) -> Result:
-    """Do this rank's part of something about weights; when any rank fails, every rank raises the same error.
+    """Do this rank's part of something; when any rank fails, every rank raises the same error.
 
     Nobody goes on to a launch that a failed rank would never join. Collective.
 
     Args:
         work: This rank's part.
         what: Said before the fault, e.g. which layer of which checkpoint.
+        error: What a failure of the work is; anything else is this rank's alone.
 
     Raises:
-        MegaMoeWeightError: On EVERY rank, with the fault of the first rank that has one, and who else failed.
+        MegaMoeError: Of the given type, on EVERY rank, with the first faulty rank's text, and who else failed.
     """
     fault, result = None, None
     try:
         result = work()
-    except MegaMoeWeightError as err:
+    except error as err:
         fault = str(err)
     faults = {rank: text for rank, text in enumerate(comm.allgather(fault, timeout_s)) if text is not None}
     if faults:
         who = f" (ranks {list(faults)} of {comm.size} failed, this is the first one's)" if comm.size > 1 else ""
-        raise MegaMoeWeightError(f"{what + ': ' if what else ''}{next(iter(faults.values()))}{who}")
+        raise error(f"{what + ': ' if what else ''}{next(iter(faults.values()))}{who}")
     return cast(Result, result)

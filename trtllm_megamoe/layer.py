@@ -98,7 +98,7 @@ class MegaMoELayer:
             ModuleSpec(shape, comm.rank * num_local, num_local),
             layout=self._engine.layout,
             device=self._engine.device,
-            mode=config.activation_mode,
+            mode=config.activation_mode or self._engine.auto_mode,
             layer=layer,
             dynamic_eplb=dynamic_eplb,
         )

@@ -62,6 +62,9 @@ class Engine(ABC):
     layout: str
     device: torch.device
 
+    auto_mode: ActivationMode | None = None
+    """What `activations='auto'` means here (R61); None: nvfp4 where the checkpoint has input scales, else bf16."""
+
     last_bucket: int | None = None
     """Bucket of the latest launch."""
 

@@ -95,7 +95,7 @@ class Migration:
         self.store: WeightStore | None = WeightStore(
             ModuleSpec(shape, share[0], len(share)),
             layout=layer.weights.layout.name,
-            mode=layer.config.activation_mode,
+            mode=layer.weights.activation_mode,
             layer=layer.weights.layer,
         )
         self._layer = layer

@@ -14,7 +14,9 @@ from functools import partial
 
 import torch
 
+from trtllm_megamoe.agreement import succeed_or_fail_together
 from trtllm_megamoe.buckets import BucketLadder
+from trtllm_megamoe.cache.store import BUILD_WAIT_S, ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine, SaturationReport, shared_weight_facts
 from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS, SHARED_REGIONS, layout_numbers
@@ -24,7 +26,7 @@ from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
 from trtllm_megamoe.kernels.selection import environment, select_tactics
-from trtllm_megamoe.kernels.tactics import tactic_space
+from trtllm_megamoe.kernels.tactics import tactic_space, tile_of
 from trtllm_megamoe.regions import launch_facts
 from trtllm_megamoe.symmetric.workspace import Workspace
 from trtllm_megamoe.tuning.table import ResolvedTactic
@@ -46,6 +48,7 @@ class CudaEngine(Engine):
 
     name = "cuda"
     layout = "sm90"
+    auto_mode = ActivationMode.BF16  # costs no tensor time here, and is far more accurate
 
     def __init__(self, config: MegaMoeConfig, workspace: Workspace, ladder: BucketLadder) -> None:
         self._config, self._workspace, self._ladder = config, workspace, ladder
@@ -67,6 +70,7 @@ class CudaEngine(Engine):
         # collective, so here and not in bind: every rank must run the same
         here = environment(torch.cuda.get_device_name(self.device), self._num_ctas)
         self._tactics = select_tactics(config, ladder.rungs, here, workspace.comm)
+        self._obtain_kernels(config.activation_mode or self.auto_mode)
         self._addresses: dict[str, int] = {}
         self._launches: dict[int, PreparedLaunch] = {}
         self._mode: ActivationMode | None = None
@@ -183,6 +187,17 @@ class CudaEngine(Engine):
             **{argument: base + table[region].offset_bytes for argument, region in SHARED_REGIONS.items()},
             **layout_numbers(table),
         }
+
+    def _obtain_kernels(self, mode: ActivationMode) -> None:
+        """Find or compile every bucket's kernel before a checkpoint is read; all ranks have them or none goes on."""
+        spec = hopper.layer_spec(self._config, self._workspace.comm.size, mode)
+        tiles = [tile_of(resolved.tactic) for resolved in self._tactics[mode].values()]
+        succeed_or_fail_together(
+            lambda: hopper.obtain(spec, tiles, ObjectCache()),
+            self._workspace.comm,
+            max(self._config.timeout_s, BUILD_WAIT_S),
+            error=MegaMoeUnavailableError,
+        )
 
     def _load(self, mode: ActivationMode, tactics: Mapping[int, ResolvedTactic]) -> dict[int, PreparedLaunch]:
         spec = hopper.layer_spec(self._config, self._workspace.comm.size, mode)
