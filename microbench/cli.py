@@ -7,6 +7,7 @@ Exit codes are those of `python -m trtllm_megamoe`: 0 every row verified and tim
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -19,7 +20,8 @@ import click
 import torch
 from tqdm import tqdm
 
-from microbench import compare, environment, plot, report, sweep
+from microbench import axes, compare, environment, links, plot, report, sweep
+from microbench.axes import Axis, command_of
 from microbench.needs import distinct, kernels_of
 from microbench.plan import DEFAULT_TOKENS, choose_case, count_ranks, make_points, make_settings
 from microbench.routing import RoutingName
@@ -29,6 +31,7 @@ from trtllm_megamoe import comm as communicators
 from trtllm_megamoe.cli.failure import EXIT_WRONG_ANSWER, Failure, debug_option, set_rank
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.comm.launch import Launch, detect
+from trtllm_megamoe.config import EngineName
 from trtllm_megamoe.engines.registry import choose_engine
 from trtllm_megamoe.envs import log_level
 from trtllm_megamoe.errors import MegaMoeConfigError
@@ -38,6 +41,9 @@ from trtllm_megamoe.presets import PRESETS
 from vendored_kernels.sm90.config import KernelConfig
 
 _VIRTUAL_RANKS_S = 24 * 3600.0  # waits inside are bounded one by one; this only bounds honest work
+
+
+_ARGUMENTS = "microbench.arguments"  # of a run inside a sweep, which are not those of the process
 
 
 class ListOf(click.ParamType):  # type: ignore[type-arg]  # generic in new click only
@@ -135,7 +141,7 @@ _COUNTS = ListOf("n,n,...", _positive)
 @click.option(
     "--autotune", is_flag=True, help="Tune the buckets first, on scratch that is gone before anything is timed."
 )
-@click.option("--rivals", is_flag=True, help="Time public implementations on the same rows per expert (one rank, GPU).")
+@click.option("--rivals", is_flag=True, help="Time public parts beside it; over several ranks the unfused chain.")
 @click.option("--iters", type=_COUNT, default=10, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, help="Iterations before the timed ones.")
 @click.option("--seed", type=int, default=0)
@@ -170,8 +176,6 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         if target is not None and not target.parent.is_dir():
             raise MegaMoeConfigError(f"cannot write {target}: no directory {target.parent}")
     ep_size = count_ranks(launch, options["virtual_ranks"], options["share_of_ep"])
-    if options["rivals"] and ep_size > 1:
-        raise MegaMoeConfigError(f"--rivals times one rank alone, but {ep_size} ranks run; use --share-of-ep {ep_size}")
     case = choose_case(options)
     points = make_points(case, ep_size, options)
     settings = make_settings(options)
@@ -196,7 +200,8 @@ def run(ctx: click.Context, /, **options: Any) -> None:
         rows = body(communicators.single())
     if launch.rank == 0:
         env = environment.collect(rows, threads, _launcher_phrase(launch), transport)
-        _publish(env, rows, repeat_command(launch, sys.argv[1:]), options["json_path"], options["csv_path"])
+        typed = ctx.meta.get(_ARGUMENTS, sys.argv[1:])
+        _publish(env, rows, repeat_command(launch, typed), options["json_path"], options["csv_path"])
     if any(row["status"] != "ok" for row in rows):
         ctx.exit(EXIT_WRONG_ANSWER)
 
@@ -204,12 +209,13 @@ def run(ctx: click.Context, /, **options: Any) -> None:
 @main.command("sweep", context_settings={"show_default": True})
 @click.option("--out", type=_DIRECTORY, help="Existing directory for JSON, CSV and figures; a sweep goes on there.")
 @click.option("--engine", type=click.Choice(["cpu", "cuda"]), default="cuda")
-@click.option("--only", type=ListOf("name,...", str), help=f"Of {', '.join(axis.name for axis in sweep.axes())}.")
+@click.option("--only", type=ListOf("name,...", str), help="Only these axes.")
 @click.option("--time-limit", "start_s", type=click.FloatRange(min=1), help="Start no axis later than this, s.")
 @click.option(
     "--axis-limit", "axis_s", type=click.FloatRange(min=1), help="End the process when one axis takes longer, s."
 )
 @click.option("--needs", is_flag=True, help="Print the kernels that the CUDA engine needs for it, and run nothing.")
+@click.option("--ranks", type=_COUNT, help="With --needs: of so many GPUs; else the launcher says.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
 @debug_option
 @click.pass_context
@@ -222,46 +228,82 @@ def sweep_axes(
     start_s: float | None,
     axis_s: float | None,
     needs: bool,
+    ranks: int | None,
     extra: tuple[str, ...],
 ) -> None:
-    """Measure one axis at a time around a default point; what stands behind -- is passed to every run."""
-    chosen = [axis for axis in sweep.axes() if only is None or axis.name in only]
+    """Measure one axis at a time around a default point; what stands behind -- is passed to every run.
+
+    Alone it measures one GPU, under mpirun the GPUs of all ranks. Started again with the same directory it goes on
+    where it ended; an axis that has an outcome is not measured again.
+    """
+    launch = detect()
+    set_rank(launch.rank)
+    size = ranks or launch.size
+    known = axes.one_gpu() if size == 1 else axes.several_gpus(size)
+    chosen = [axis for axis in known if only is None or axis.name in only]
     unknown = sorted(set(only or ()) - {axis.name for axis in chosen})
     if unknown:
-        raise MegaMoeConfigError(f"no axis is called {', '.join(unknown)}; known: {[a.name for a in sweep.axes()]}")
+        raise MegaMoeConfigError(f"no axis is called {', '.join(unknown)}; known: {[axis.name for axis in known]}")
     if needs:
-        names = [kernel_name(kernel) for kernel in sweep_kernels(chosen, extra)]
+        names = [kernel_name(kernel) for kernel in sweep_kernels(chosen, size, extra)]
         click.echo("\n".join([*names, f"{len(names)} kernels"]))
         return
     if out is None:
         raise MegaMoeConfigError("name the directory of the results: --out DIR")
 
     def run_one(arguments: Sequence[str]) -> int:
-        with run.make_context("run", list(arguments), parent=ctx) as inner:
+        command = main.commands.get(arguments[0], run)
+        words = list(arguments if command is run else arguments[1:])
+        ctx.meta[_ARGUMENTS] = arguments
+        with command.make_context(command.name, words, parent=ctx) as inner:
             try:
-                run.invoke(inner)
+                command.invoke(inner)
             except click.exceptions.Exit as leave:
                 return leave.exit_code
         return 0
 
-    command = repeat_command(detect(), sys.argv[1:])
-    outcomes = sweep.run_axes(chosen, engine, extra, out, run_one, sweep.Limits(start_s, axis_s), command)
-    click.echo("\n" + "\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))
+    comm = communicators.mpi() if launch.is_launched else communicators.single()
+    command = repeat_command(launch, sys.argv[1:])
+    limits = sweep.Limits(start_s, axis_s)
+    outcomes = sweep.run_axes(chosen, engine, extra, out, run_one, limits, command, comm)
+    if comm.rank == 0:
+        click.echo("\n" + "\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))
     if any(outcome != "ok" for outcome in outcomes.values()):
         ctx.exit(EXIT_WRONG_ANSWER)
 
 
-def sweep_kernels(chosen: Sequence[sweep.Axis], extra: Sequence[str] = ()) -> list[KernelConfig]:
-    """Every kernel that these axes launch on an H200, once. Pure."""
+def sweep_kernels(chosen: Sequence[Axis], ranks: int, extra: Sequence[str] = ()) -> list[KernelConfig]:
+    """Every kernel that these axes launch on H200s, once. Pure."""
     found: list[KernelConfig] = []
     for axis in chosen:
-        assert isinstance(run, click.Command)
-        options = run.make_context("run", sweep.command_of(axis, "cuda", extra)).params
-        ep_size = count_ranks(Launch("none", 0, 1), options["virtual_ranks"], options["share_of_ep"])
+        launch = Launch("openmpi" if ranks > 1 else "none", 0, ranks)
+        if not axis.is_run:
+            for config, ep_size in links.layers(links.links_case("cuda", ranks), ranks):
+                found += kernels_of(config, ep_size)
+            continue
+        options = run.make_context("run", command_of(axis, "cuda", extra)).params
+        ep_size = count_ranks(launch, options["virtual_ranks"], options["share_of_ep"])
         case = choose_case(options)
         for config in layer_configs(case, make_points(case, ep_size, options), make_settings(options)):
-            found += kernels_of(config, ep_size, share_one_gpu=True)
+            found += kernels_of(config, ep_size, share_one_gpu=ranks == 1)
     return distinct(found)
+
+
+@main.command("links", context_settings={"show_default": True})
+@click.option("--engine", type=click.Choice(["cpu", "cuda"]), default="cuda")
+@click.option("--iters", type=_COUNT, default=30, help="Timed iterations.")
+@click.option("--json", "json_path", type=_FILE, help="Write the result.")
+@debug_option
+def measure_links(engine: EngineName, iters: int, json_path: Path | None) -> None:
+    """What a step between GPUs costs at least, item by item: start it under mpirun, a rank a GPU."""
+    launch = detect()
+    set_rank(launch.rank)
+    comm = communicators.mpi() if launch.is_launched else communicators.single()
+    found = links.measure(links.links_case(engine, comm.size), links.links_settings(engine, iters), comm)
+    if comm.rank == 0:
+        click.echo(json.dumps(found, indent=1))
+        if json_path is not None:
+            json_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 @main.command("compare")

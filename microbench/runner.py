@@ -18,7 +18,7 @@ import torch
 
 from microbench import synthetic, timing_cuda
 from microbench.autotune import autotune
-from microbench.beside import measure_beside
+from microbench.beside import measure_beside, measure_chain
 from microbench.cases import Case
 from microbench.check import CheckResult, Verdict, check_output
 from microbench.clocks import ClockSampler, Reading, nvml_reader
@@ -64,7 +64,7 @@ class Settings:
     """What all points of a run share.
 
     `steps` inputs are rotated, each checked before timing; so are `num_layers` whole layers,
-    which keeps weights out of the caches. `rivals` are measured on one rank only. `expected_engine` None accepts any.
+    which keeps weights out of the caches. `expected_engine` None accepts any.
     """
 
     engine: EngineName
@@ -111,11 +111,12 @@ def run_points(
     for config in layer_configs(case, points, settings):
         combine_format = config.combine_format
         workspace = build_workspace(config, comm)  # one for all layers, as a serving engine has it
-        source = source or open_source(case, settings.seed, workspace.device)
+        device = workspace.device
+        source = source or open_source(case, settings.seed, device)
         layers = [MegaMoELayer(config, comm, workspace=workspace) for _ in range(settings.num_layers)]
         _require_engine(layers[0], settings)
         for layer in layers:
-            _load_together(layer, source, comm, settings.timeout_s)
+            load_together(layer, source, comm, settings.timeout_s)
         mine = {index: point for index, point in enumerate(points) if point.combine_format is combine_format}
         tuned = _autotune(workspace, layers, source, mine.values(), settings, comm) if settings.autotune else {}
         for index, point in mine.items():
@@ -125,7 +126,8 @@ def run_points(
             layer.close()
         workspace.close()  # not after an error: it is collective, and peers may be gone
     if settings.rivals:
-        _add_rivals(case, points, rows, settings, comm)
+        assert source is not None  # there is at least one point
+        _add_rivals(case, points, rows, source, settings, comm, device)
     return [rows[index] for index in range(len(points))]
 
 
@@ -150,7 +152,7 @@ def _autotune(
     return autotune(
         workspace,
         layers,
-        lambda fresh: _load_together(fresh, source, comm, settings.timeout_s),
+        lambda fresh: load_together(fresh, source, comm, settings.timeout_s),
         space,
         buckets,
         comm,
@@ -159,20 +161,38 @@ def _autotune(
 
 
 def _add_rivals(
-    case: Case, points: Sequence[Point], rows: dict[int, dict[str, Any]], settings: Settings, comm: Communicator
+    case: Case,
+    points: Sequence[Point],
+    rows: dict[int, dict[str, Any]],
+    source: WeightSource,
+    settings: Settings,
+    comm: Communicator,
+    device: torch.device,
 ) -> None:
-    """Put the rivals' times beside the layer's."""
-    batches = [
-        count_routes(route(point.workload, 0, 0).topk_ids, point.workload.num_experts).tolist() for point in points
-    ]
+    """Put the rivals' times beside the layer's: experts alone on one rank, the unfused chain over several."""
     specs = [
         TimingSpec(point.mode, settings.warmup, settings.iters, MIN_FORWARDS_PER_GRAPH, settings.timeout_s)
         for point in points
     ]
+    if comm.size > 1:
+        # the chain has one wire and one kind of activations
+        chosen = [index for index, point in enumerate(points) if point.combine_format is CombineFormat.BF16]
+        if not chosen or settings.activations == "nvfp4":
+            return
+        firsts = [_make_steps(case, points[i].workload, replace(settings, steps=1), comm, device)[0] for i in chosen]
+        inputs = [(step.x, step.batch, step.load) for step in firsts]
+        timer = choose_timer("cpu" if device.type == "cpu" else "cuda", settings.use_cuda_graph)
+        found = measure_chain(case, source, inputs, [specs[i] for i in chosen], timer, comm, device)
+        for index, row in zip(chosen, found, strict=True):
+            rows[index]["rivals"] = [row]
+        return
+    batches = [
+        count_routes(route(point.workload, 0, 0).topk_ids, point.workload.num_experts).tolist() for point in points
+    ]
     timer = timing_cuda.time_graph if settings.use_cuda_graph else timing_cuda.time_eager
     beside = measure_beside(case, batches, specs, timer, settings.num_layers, settings.seed, comm)
-    for index, found in enumerate(beside):
-        rows[index]["rivals"] = found
+    for index, row_list in enumerate(beside):
+        rows[index]["rivals"] = row_list
 
 
 def layer_configs(case: Case, points: Sequence[Point], settings: Settings) -> list[MegaMoeConfig]:
@@ -238,7 +258,7 @@ def choose_timer(engine_name: str, use_cuda_graph: bool) -> Callable[[Forward, T
     return timing_cuda.time_graph if use_cuda_graph else timing_cuda.time_eager
 
 
-def _load_together(layer: MegaMoELayer, source: WeightSource, comm: Communicator, timeout_s: float) -> None:
+def load_together(layer: MegaMoELayer, source: WeightSource, comm: Communicator, timeout_s: float) -> None:
     """Load this rank's experts, on all ranks or on none."""
     num_local = source.case.num_experts // comm.size
     mine = range(comm.rank * num_local, (comm.rank + 1) * num_local)

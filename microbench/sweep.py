@@ -22,73 +22,13 @@ from typing import Any
 import click
 
 from microbench import compare, plot, report
+from microbench.axes import REPEAT, Axis, command_of, repeated_of
+from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
 
 logger = logging.getLogger(__name__)
 
-ROWS = "1,4,16,64,256,1024"
-FEWER_ROWS = "1,16,64,256,1024"
-_DEFAULT_PRESET = "deepseek-v4-pro"
-_PRESETS = (_DEFAULT_PRESET, "deepseek-v3", "qwen3-235b", "deepseek-v4-flash", "gpt-oss-120b")
-
-REPEATED = f"rows-{_DEFAULT_PRESET}"
-REPEAT = "repeat"
-"""The same command as `REPEATED`, later in the same run: how far two runs of one command agree."""
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One axis: its name, and the arguments of `python -m microbench` that differ from the default point's."""
-
-    name: str
-    arguments: tuple[str, ...]
-
-
-def axes() -> list[Axis]:
-    """The default point is DeepSeek-V4-Pro, a share of EP 8, uniform routing, 16-bit activations, bf16 wire, bursts.
-
-    What matters most comes first, for a sweep whose time runs out.
-    """
-    # the small layers are rotated in pairs: one of them would partly stay in L2
-    pairs = {"qwen3-235b": ("--layers", "2"), "gpt-oss-120b": ("--layers", "2")}
-    # 128 experts of gpt-oss in eight shares are 16, with top-4 of them
-    share = ("--share-of-ep", "8")
-
-    def at(name: str, rows: str, *more: str, preset: str = _DEFAULT_PRESET) -> Axis:
-        where = ("--preset", preset, *share, "--rows-per-expert", rows)
-        return Axis(name, (*where, *pairs.get(preset, ()), *more))
-
-    def ranks(name: str, tokens: str, *more: str) -> Axis:
-        where = ("--preset", "qwen3-235b", "--virtual-ranks", "8", "--tokens-per-rank", tokens)
-        return Axis(name, (*where, *more))
-
-    return [
-        *(at(f"rows-{preset}", ROWS, preset=preset) for preset in _PRESETS),
-        *(at(f"nvfp4-{preset}", FEWER_ROWS, "--activations", "nvfp4", preset=preset) for preset in _PRESETS),
-        at("routings", "16,64,256", "--routing", "random,zipf,hot-expert"),
-        at(REPEAT, ROWS),
-        at("wires", "16,64,1024", "--combine-format", "fp8,fp4"),
-        at("lockstep", "1,16,64,256", "--mode", "lockstep"),
-        at("eager", "1,16,64", "--eager"),
-        ranks("virtual-ranks", "1,8,64", "--routing", "uniform,hot-rank,zero-rank"),
-        ranks("virtual-ranks-wires", "8,64", "--combine-format", "fp8,fp4"),
-    ]
-
-
-_DEFAULTS = ("--mode", "burst", "--activations", "bf16", "--iters", "30", "--warmup", "5")
-
-
-def command_of(axis: Axis, engine: str, extra: Sequence[str]) -> list[str]:
-    """Arguments of `python -m microbench` for one axis."""
-    arguments = [argument for argument in axis.arguments if argument != "--eager"]
-    defaults = [
-        word
-        for name, value in zip(_DEFAULTS[::2], _DEFAULTS[1::2], strict=True)
-        if name not in arguments
-        for word in (name, value)
-    ]
-    is_graph = engine == "cuda" and "--eager" not in axis.arguments
-    return ["--engine", engine, *arguments, *defaults, *(["--cuda-graph"] if is_graph else []), *extra]
+_WAIT_S = 120.0  # for the slowest rank at the end of an axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,57 +51,81 @@ def run_axes(
     run: Callable[[Sequence[str]], int],
     limits: Limits,
     command: str,
+    comm: Communicator,
 ) -> dict[str, str]:
     """Run the axes that `directory` has no outcome of; write `sweep.json`, `sweep.csv`, and a figure per axis into it.
 
     Args:
-        run: Executes one command line and returns its exit code.
+        run: Executes one command line on this rank and returns its exit code.
+        comm: The ranks; rank 0 decides, and it alone writes.
 
     Returns:
         Axis -> `ok`, or why it has no complete result; earlier outcomes of the same commands are kept.
+
+    Collective: yes.
     """
     started = time.monotonic()
     assert sys.__stderr__ is not None  # a command line has one
-    book = _Book(directory / "axes.json")
+    book = _Book(directory / "axes.json", is_writer=comm.rank == 0)
     for axis in chosen:
         arguments = command_of(axis, engine, extra)
-        earlier = book.outcome(axis.name, arguments)
+        is_late = limits.start_s is not None and time.monotonic() - started > limits.start_s
+        earlier, is_late = comm.allgather((book.outcome(axis.name, arguments), is_late), _WAIT_S)[0]
         if earlier is not None:
-            click.echo(f"\n{axis.name}: kept from before: {earlier}")
+            _say(comm, f"\n{axis.name}: kept from before: {earlier}")
             continue
-        if limits.start_s is not None and time.monotonic() - started > limits.start_s:
+        if is_late:
             book.postpone(axis.name, f"not started within {limits.start_s:g} s")
             continue
         path = directory / f"{axis.name}.json"
-        click.echo(f"\n{axis.name}: python -m microbench {shlex.join(arguments)}")
-        path.unlink(missing_ok=True)
+        _say(comm, f"\n{axis.name}: python -m microbench {shlex.join(arguments)}")
+        if comm.rank == 0:
+            path.unlink(missing_ok=True)
         book.note(axis.name, arguments, _RUNNING)
         begun = time.monotonic()
+        if limits.axis_s is not None:
+            faulthandler.dump_traceback_later(limits.axis_s, exit=True, file=sys.__stderr__)
         try:
-            if limits.axis_s is not None:
-                faulthandler.dump_traceback_later(limits.axis_s, exit=True, file=sys.__stderr__)
-            code = run([*arguments, "--json", str(path)])
-            outcome = "ok" if code == 0 else f"exit code {code}: not every row is verified and timed"
-        except Exception as err:  # one axis that cannot run here leaves the others alone
-            logger.exception("axis %s", axis.name)
-            outcome = f"{type(err).__name__}: {err}"
+            outcome = _attempt(axis, [*arguments, "--json", str(path)], run, comm)
         finally:
             if limits.axis_s is not None:
                 faulthandler.cancel_dump_traceback_later()
         book.note(axis.name, arguments, outcome)
-        click.echo(f"{axis.name}: {outcome}, {time.monotonic() - begun:.1f} s")
-    documents = {a.name: report.read_json(path) for a in chosen if (path := directory / f"{a.name}.json").exists()}
-    for name, document in documents.items():
-        _draw(document, directory / f"{name}.svg")
-    _merge(documents, directory, command)
+        _say(comm, f"{axis.name}: {outcome}, {time.monotonic() - begun:.1f} s")
+    if comm.rank == 0:
+        paths = {axis.name: directory / f"{axis.name}.json" for axis in chosen if axis.is_run}
+        documents = {name: report.read_json(path) for name, path in paths.items() if path.exists()}
+        for name, document in documents.items():
+            _draw(document, directory / f"{name}.svg")
+        _merge(documents, directory, command, repeated_of(chosen))
     return {axis.name: book.outcomes[axis.name] for axis in chosen}
 
 
-class _Book:
-    """Outcomes of the axes, on disk after every change."""
+def _attempt(axis: Axis, arguments: Sequence[str], run: Callable[[Sequence[str]], int], comm: Communicator) -> str:
+    """`ok`, or the first rank's fault; an axis that cannot run here leaves the others alone."""
+    fault = None
+    try:
+        code = run(arguments)
+        fault = None if code == 0 else f"exit code {code}: not every row is verified and timed"
+    except Exception as err:
+        logger.exception("axis %s", axis.name)
+        fault = f"{type(err).__name__}: {err}"
+    faults = comm.allgather(fault, _WAIT_S)
+    if comm.size == 1:
+        return fault or "ok"
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(faults) if text is not None), "ok")
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+
+def _say(comm: Communicator, text: str) -> None:
+    if comm.rank == 0:
+        click.echo(text)
+
+
+class _Book:
+    """Outcomes of the axes, on disk after every change of its writer."""
+
+    def __init__(self, path: Path, is_writer: bool) -> None:
+        self._path, self._is_writer = path, is_writer
         self._entries: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
 
     @property
@@ -184,7 +148,8 @@ class _Book:
 
     def _write(self, name: str, command: list[str] | None, outcome: str) -> None:
         self._entries[name] = {"outcome": outcome, "command": command}
-        self._path.write_text(json.dumps(self._entries, indent=1) + "\n", encoding="utf-8")
+        if self._is_writer:
+            self._path.write_text(json.dumps(self._entries, indent=1) + "\n", encoding="utf-8")
 
 
 def _draw(document: Mapping[str, Any], output: Path) -> None:
@@ -194,15 +159,15 @@ def _draw(document: Mapping[str, Any], output: Path) -> None:
         click.echo(f"no figure {output.name}: {err}")
 
 
-def _merge(documents: Mapping[str, Mapping[str, Any]], directory: Path, command: str) -> None:
+def _merge(documents: Mapping[str, Mapping[str, Any]], directory: Path, command: str, repeated: str | None) -> None:
     """All rows but the repeated ones under the first document's environment; the clocks are each row's own."""
     rows = [row for name, document in documents.items() if name != REPEAT for row in document["rows"]]
     if rows:
         environment = next(iter(documents.values()))["env"]
         report.write_json(directory / "sweep.json", report.document(environment, command, rows))
         report.write_csv(directory / "sweep.csv", rows)
-    if REPEAT in documents and REPEATED in documents:
-        comparison = compare.compare(documents[REPEATED], documents[REPEAT])
+    if REPEAT in documents and repeated is not None and repeated in documents:
+        comparison = compare.compare(documents[repeated], documents[REPEAT])
         if comparison.pairs:
             found = compare.agreement(comparison)
             (directory / "agreement.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -63,12 +63,12 @@ def time_graph(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
         forward(index)  # capture needs everything loaded and allocated
     graph = torch.cuda.CUDAGraph()
     captured: list[torch.Tensor] = []
-    for turn in range(
-        comm.size
-    ):  # ranks in one process: a capture must not meet another one, nor a rank that allocates
+    # ranks in one process: a capture must not meet another one, nor a rank that allocates
+    in_turns = comm.transport == "threads"
+    for turn in range(comm.size if in_turns else 1):
         torch.cuda.synchronize()
         comm.barrier(spec.timeout_s)
-        if turn == comm.rank:
+        if turn == comm.rank or not in_turns:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 captured += [forward(index) for index in range(count)]
     comm.barrier(spec.timeout_s)

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that needs several GPUs: `python tools/multigpu_suite.py --ranks R --out FILE.json [PART...]`.
+"""Everything that needs several GPUs, in one command:
 
-Parts: tests (tests/multigpu: oracle, one GPU's bits, graphs, delays), soak (10 000 launches of it), dead-rank (a killed
-process is named in time), and a benchmark per preset: v4-pro, v4-flash, dsv3, each GPU with its share of an EP8 layer,
-1 to 8192 tokens a rank. `--wires` and `--modes` widen the benchmarks. Every step has a watchdog; a step that fails or
-hangs is recorded and the next one runs. Kernels come from the cache (TRTLLM_MEGAMOE_CACHE_DIR).
+    python tools/multigpu_suite.py --ranks R --out FILE.json [STEP...]
+
+Steps: tests (tests/multigpu: oracle, one GPU's bits, three wires with both activation modes, all routings, token counts
+with zeros, graph replay, late ranks, 10 000 launches), dead-rank (a rank that does not launch, then one that is killed:
+named in time, and the others go on), bench (`microbench sweep` over the ranks: presets, lockstep and burst, wires,
+routings, the unfused chain beside it, links). Every step has a watchdog, and all of them end within `--limit` seconds:
+what is late is skipped and says so. The report is written after every step.
+
+Kernels come from the store (TRTLLM_MEGAMOE_CACHE_DIR): `tools/needed_kernels.py ranks --ranks R`. `--rehearse` runs the
+bench step on the CPU engine with a small layer, `--dry-run` prints the commands.
 """
 
 from __future__ import annotations
@@ -13,10 +19,12 @@ import argparse
 import datetime
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,108 +34,113 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from trtllm_megamoe.comm.launch import mpirun_command, mpirun_environment
 
 ROOT = Path(__file__).parent.parent
-PRESETS = {"v4-pro": "deepseek-v4-pro", "v4-flash": "deepseek-v4-flash", "dsv3": "deepseek-v3"}
-PARTS = ("tests", "soak", "dead-rank", *PRESETS)
-SHARES = 8
-"""Each GPU holds the experts of one rank of so many."""
-
-TOKENS = "1,8,64,512,2048,8192"
+STEPS = ("tests", "dead-rank", "bench")
+SOAK_LAUNCHES = 10_000
+_SMALL = ("--scale-channels", "64", "--tokens-per-rank", "1,4", "--iters", "2", "--warmup", "0")
+_START_S = 20.0
+"""What a job may need from its start to its first result, and a step that is not granted as much is skipped."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command under a watchdog. It must say `proof` (a skipped test is no success); `report` is its JSON file."""
+    """One command under a watchdog. It must say `proof` (a skipped test is no success); `collect` reads its results."""
 
     name: str
-    command: list[str]
+    command: Callable[[float], list[str]]  # of the seconds that it has
     limit_s: float
     proof: str
     env: dict[str, str] = field(default_factory=dict)
-    report: Path | None = None
+    collect: Callable[[], dict[str, Any]] | None = None
 
 
-def steps_of(parts: list[str], ranks: int, wires: str, modes: str, scratch: Path) -> list[Step]:
-    """The steps of the named parts, in order."""
+def steps_of(names: list[str], ranks: int, directory: Path, rehearse: bool) -> list[Step]:
+    """The named steps, in order; `directory` keeps what the bench measures."""
     pytest = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    steps = []
-    for part in parts:
-        if part == "tests":
-            steps.append(Step(part, mpirun_command(ranks, [*pytest, "tests/multigpu"]), 180, " passed"))
-        elif part == "soak":
-            command = mpirun_command(ranks, [*pytest, "tests/multigpu", "-k", "many_launches"])
-            steps.append(Step(part, command, 180, " passed", {"MEGAMOE_SOAK_LAUNCHES": "10000"}))
-        elif part == "dead-rank":
-            steps.append(
-                Step(
-                    part, [sys.executable, *pytest, "tests/gpu/test_cuda_processes.py", "-k", "killed"], 180, " passed"
-                )
-            )
-        else:
-            for mode in modes.split(","):
-                report = scratch / f"{part}-{mode}.json"
-                command = ["-m", "microbench", "--engine", "cuda", "--expect-engine", "cuda"]
-                command += ["--preset", PRESETS[part], "--scale-experts", str(SHARES // ranks)]
-                command += ["--tokens-per-rank", TOKENS, "--activations", mode, "--combine-format", wires]
-                command += ["--cuda-graph", "--mode", "lockstep,burst", "--json", str(report)]
-                steps.append(Step(f"{part} {mode}", mpirun_command(ranks, command), 240, "verified", report=report))
-    return steps
+    tests = mpirun_command(ranks, [*pytest, "tests/multigpu"])
+    dead = [sys.executable, *pytest, "tests/gpu/test_cuda_processes.py", "-k", "dead_process"]
+
+    def bench(seconds: float) -> list[str]:
+        options = ["--engine", "cpu" if rehearse else "cuda", "--out", str(directory), "--axis-limit", "60"]
+        options += ["--time-limit", f"{max(1.0, seconds - _START_S):.0f}"]
+        return mpirun_command(ranks, ["-m", "microbench", "sweep", *options, *(("--", *_SMALL) if rehearse else ())])
+
+    every = {
+        "tests": Step("tests", lambda _: tests, 90, " passed", {"MEGAMOE_SOAK_LAUNCHES": str(SOAK_LAUNCHES)}),
+        "dead-rank": Step("dead-rank", lambda _: dead, 60, " passed", {"MEGAMOE_TEST_RANKS": str(ranks)}),
+        "bench": Step("bench", bench, 600, "rows verified", collect=lambda: collected(directory)),
+    }
+    return [every[name] for name in names]
 
 
-def run(step: Step, ranks: int) -> dict[str, Any]:
-    """What a step said: exit status, seconds, last lines, its own report."""
+def collected(directory: Path) -> dict[str, Any]:
+    """What a sweep left: outcomes, all rows, agreement of two runs, links."""
+    paths = {name: directory / f"{name}.json" for name in ("axes", "sweep", "agreement", "links")}
+    return {name: json.loads(path.read_text("utf-8")) for name, path in paths.items() if path.is_file()}
+
+
+def run(step: Step, seconds: float, ranks: int) -> dict[str, Any]:
+    """What a step said: exit status, seconds, last lines, its own results."""
+    limit = min(step.limit_s, seconds)
+    command = step.command(limit)
+    result: dict[str, Any] = {"step": step.name, "command": shlex.join([Path(command[0]).name, *command[1:]])}
+    if limit < _START_S:
+        return result | {"status": f"skipped: {limit:.0f} s are left", "seconds": 0.0, "output": [], "ok": False}
     started = time.monotonic()
     environment = mpirun_environment(ranks) | step.env
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    process = subprocess.Popen(step.command, cwd=ROOT, env=environment, **pipes)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     status: int | str
     try:
-        output = process.communicate(timeout=step.limit_s)[0]
+        output = process.communicate(timeout=limit)[0]
         status = process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        os.killpg(process.pid, signal.SIGKILL)
         output = process.communicate()[0]
-        status = f"killed after {step.limit_s:g} s"
-    result: dict[str, Any] = {
-        "step": step.name,
-        "command": " ".join(Path(word).name if word.startswith("/") else word for word in step.command),
+        status = f"killed after {limit:.0f} s"
+    text = output.decode(errors="replace")
+    result |= {
         "status": status,
         "seconds": round(time.monotonic() - started, 1),
-        "output": output.decode(errors="replace").splitlines()[-40:],
-        "ok": status == 0 and step.proof in output.decode(errors="replace"),
+        "output": text.splitlines()[-60:],
+        "ok": status == 0 and step.proof in text,
     }
-    if step.report is not None and step.report.is_file():
-        result["report"] = json.loads(step.report.read_text())
-    return result
+    return result if step.collect is None else result | {"results": step.collect()}
 
 
 def main() -> int:
-    """Exit code 1 when any step failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=f"any of {', '.join(PARTS)}")
+    """Exit code 1 when any step failed or was skipped."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", default=[], metavar="STEP", help=f"any of {', '.join(STEPS)}; none: all")
     parser.add_argument("--ranks", type=int, required=True, choices=(2, 4, 8), help="GPUs")
-    parser.add_argument("--out", type=Path, required=True, help="JSON report, written after every step")
-    parser.add_argument("--wires", default="bf16", help="combine formats of the benchmarks")
-    parser.add_argument("--modes", default="bf16,nvfp4", help="activation modes of the benchmarks")
+    parser.add_argument("--out", type=Path, required=True, help="JSON report; a directory beside it keeps the bench's")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds for all steps")
+    parser.add_argument("--rehearse", action="store_true", help="the bench on the CPU engine, small")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
     arguments = parser.parse_args()
-    unknown = set(arguments.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"unknown parts {sorted(unknown)}; allowed: {', '.join(PARTS)}")
+    names = arguments.steps or (["bench"] if arguments.rehearse else list(STEPS))
+    if set(names) - set(STEPS):
+        parser.error(f"unknown steps {sorted(set(names) - set(STEPS))}; allowed: {', '.join(STEPS)}")
+    directory = arguments.out.resolve().with_suffix("")
+    steps = steps_of(names, arguments.ranks, directory, arguments.rehearse)
+    if arguments.dry_run:
+        print("\n".join(f"{step.name}: {shlex.join(step.command(step.limit_s))}" for step in steps))
+        return 0
+    directory.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "tools/multigpu_suite.py", *sys.argv[1:]]),
         "ranks": arguments.ranks,
         "steps": [],
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        for step in steps_of(arguments.parts, arguments.ranks, arguments.wires, arguments.modes, Path(scratch)):
-            result = run(step, arguments.ranks)
-            report["steps"].append(result)
-            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-            print(
-                f"{'ok  ' if result['ok'] else 'FAIL'} {step.name}: {result['status']}, {result['seconds']} s",
-                flush=True,
-            )
-            if not result["ok"]:
-                print("\n".join(result["output"][-15:]), flush=True)
+    started = time.monotonic()
+    for step in steps:
+        result = run(step, arguments.limit - (time.monotonic() - started), arguments.ranks)
+        report["steps"].append(result)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(
+            f"{'ok  ' if result['ok'] else 'FAIL'} {step.name}: {result['status']}, {result['seconds']} s", flush=True
+        )
+        print("\n".join(result["output"][-40 if step.name == "bench" or not result["ok"] else -3 :]), flush=True)
     return 0 if all(result["ok"] for result in report["steps"]) else 1
 
 

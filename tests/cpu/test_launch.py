@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 
 import pytest
 
+import trtllm_megamoe.comm
 from trtllm_megamoe.comm.launch import Launch, detect, mpirun_command, mpirun_environment, run_mpirun
 from trtllm_megamoe.errors import MegaMoeConfigError
 
 OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}
 PMI = {"PMI_RANK": "3", "PMI_SIZE": "8"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}
+
+
+def test_mpi_stays_a_function_once_the_communicator_is_imported() -> None:
+    """A module of the same name would take its place at the second call in one process."""
+    pytest.importorskip("mpi4py")
+    importlib.import_module("trtllm_megamoe.comm.mpi_ranks")
+    assert callable(trtllm_megamoe.comm.mpi) and callable(trtllm_megamoe.comm.single)
 
 
 def test_detect_no_launcher_is_world_one_and_says_so() -> None:

@@ -15,13 +15,16 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
-from microbench import compare, report, sweep
+from microbench import axes, compare, report, sweep
+from microbench.axes import Axis, command_of, one_gpu
 from microbench.cases import preset_case
 from microbench.cli import main
 from microbench.sources import SyntheticSource
-from microbench.sweep import Axis, Limits, axes, command_of
+from microbench.sweep import Limits
+from trtllm_megamoe.comm import single
 from trtllm_megamoe.weights.spec import Component, Projection, TensorKey
 
+REPEATED = "rows-deepseek-v4-pro"
 SHRUNK = ("--scale-channels", "64", "--iters", "2", "--warmup", "0", "--threads-per-rank", "1")
 
 
@@ -35,19 +38,19 @@ def points_of(axis: Axis) -> int:
 
 
 def test_axes_are_few_points_and_commands_that_parse() -> None:
-    assert 80 <= sum(points_of(axis) for axis in axes()) <= 150
-    assert len({axis.name for axis in axes()}) == len(axes())
+    assert 80 <= sum(points_of(axis) for axis in one_gpu()) <= 150
+    assert len({axis.name for axis in one_gpu()}) == len(one_gpu())
     run = main.commands["run"]
     assert isinstance(run, click.Command)
-    for axis in axes():
+    for axis in one_gpu():
         arguments = command_of(axis, "cuda", ())
         options = run.make_context("run", list(arguments)).params
         assert options["use_cuda_graph"] is (axis.name != "eager")
         assert options["engine"] == "cuda"
         assert arguments.count("--mode") == 1 == arguments.count("--activations")
-    by_name = {axis.name: command_of(axis, "cuda", ()) for axis in axes()}
+    by_name = {axis.name: command_of(axis, "cuda", ()) for axis in one_gpu()}
     assert "lockstep" in by_name["lockstep"] and "nvfp4" in by_name["nvfp4-deepseek-v3"]
-    assert by_name[sweep.REPEAT] == by_name[sweep.REPEATED]
+    assert by_name[axes.REPEAT] == by_name[REPEATED]
 
 
 def test_sweep_names_the_kernels_it_needs() -> None:
@@ -82,7 +85,7 @@ def test_sweep_merges_its_axes_and_draws_them(tmp_path: Path) -> None:
 def result_of(axis: Axis, p50: float) -> dict[str, Any]:
     """A document of one row that stands for an axis."""
     row = {name: None for name in compare.IDENTITY} | {
-        "label": axis.name if axis.name != sweep.REPEAT else sweep.REPEATED, "engine": "cuda", "ep_size": 1,
+        "label": axis.name if axis.name != axes.REPEAT else REPEATED, "engine": "cuda", "ep_size": 1,
         "tokens_per_rank": 8, "rows_per_expert": 1.0, "status": "ok", "us": {"p50": p50}, "timing": "cuda_graph",
     }  # fmt: skip
     environment = dict.fromkeys(compare.ENVIRONMENT)
@@ -95,8 +98,8 @@ def fake_run(started: list[str], p50: float = 100.0) -> Callable[[Sequence[str]]
     def run(arguments: Sequence[str]) -> int:
         path = Path(arguments[-1])
         started.append(path.stem)
-        axis = next(axis for axis in axes() if axis.name == path.stem)
-        path.write_text(json.dumps(result_of(axis, p50 * (1 if path.stem != sweep.REPEAT else 1.05))))
+        axis = next(axis for axis in one_gpu() if axis.name == path.stem)
+        path.write_text(json.dumps(result_of(axis, p50 * (1 if path.stem != axes.REPEAT else 1.05))))
         return 0
 
     return run
@@ -111,13 +114,13 @@ def test_sweep_goes_on_after_an_axis_that_fails_and_stops_when_time_is_up(tmp_pa
             raise RuntimeError("no such kernel")
         return 1
 
-    outcomes = sweep.run_axes(axes()[:3], "cuda", (), tmp_path, run, Limits(), "again")
+    outcomes = sweep.run_axes(one_gpu()[:3], "cuda", (), tmp_path, run, Limits(), "again", single())
     failed = "exit code 1: not every row is verified and timed"
     assert list(outcomes.values()) == ["RuntimeError: no such kernel", failed, failed]
     assert not (tmp_path / "sweep.json").exists(), "nothing was measured"
     late = tmp_path / "late"
     late.mkdir()
-    outcomes = sweep.run_axes(axes()[:2], "cuda", (), late, run, Limits(start_s=-1.0), "again")
+    outcomes = sweep.run_axes(one_gpu()[:2], "cuda", (), late, run, Limits(start_s=-1.0), "again", single())
     assert set(outcomes.values()) == {"not started within -1 s"}
 
 
@@ -130,31 +133,34 @@ def test_sweep_started_again_goes_on_where_it_ended(tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt  # as good as a killed process: nothing below runs
         return fake_run(started)(arguments)
 
-    chosen = [axis for axis in axes() if axis.name in (sweep.REPEATED, "rows-deepseek-v3", "lockstep", sweep.REPEAT)]
+    chosen = [axis for axis in one_gpu() if axis.name in (REPEATED, "rows-deepseek-v3", "lockstep", axes.REPEAT)]
     with pytest.raises(KeyboardInterrupt):
-        sweep.run_axes(chosen, "cuda", (), tmp_path, dies, Limits(), "first")
-    assert started == [sweep.REPEATED]
-    outcomes = sweep.run_axes(chosen, "cuda", (), tmp_path, fake_run(started), Limits(), "second")
-    assert started == [sweep.REPEATED, sweep.REPEAT, "lockstep"], "neither again what is done nor what ended a process"
+        sweep.run_axes(chosen, "cuda", (), tmp_path, dies, Limits(), "first", single())
+    assert started == [REPEATED]
+    outcomes = sweep.run_axes(chosen, "cuda", (), tmp_path, fake_run(started), Limits(), "second", single())
+    assert started == [REPEATED, axes.REPEAT, "lockstep"], "neither again what is done nor what ended a process"
     assert outcomes["rows-deepseek-v3"] == "ended with the process"
     assert len(json.loads((tmp_path / "sweep.json").read_text())["rows"]) == 2, "repeated rows are no new points"
     found = json.loads((tmp_path / "agreement.json").read_text())
     assert found["bands"][0]["worst_pct"] == pytest.approx(5.0) and found["agrees"] is False
-    other = sweep.run_axes(chosen[:1], "cuda", ("--seed", "9"), tmp_path, fake_run(started), Limits(), "other")
-    assert other == {sweep.REPEATED: "ok"} and len(started) == 4, "another command is measured anew"
+    other = sweep.run_axes(
+        chosen[:1], "cuda", ("--seed", "9"), tmp_path, fake_run(started), Limits(), "other", single()
+    )
+    assert other == {REPEATED: "ok"} and len(started) == 4, "another command is measured anew"
 
 
 def test_axis_that_takes_too_long_ends_the_process_with_a_record(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from microbench import sweep\n"
-        "sweep.run_axes(sweep.axes()[:1], 'cuda', (), Path(sys.argv[1]), lambda _: time.sleep(600) or 0, "
-        "sweep.Limits(axis_s=1.0), 'x')"
+        "import sys, time; from pathlib import Path; from microbench import axes, sweep\n"
+        "from trtllm_megamoe.comm import single\n"
+        "sweep.run_axes(axes.one_gpu()[:1], 'cuda', (), Path(sys.argv[1]), lambda _: time.sleep(600) or 0, "
+        "sweep.Limits(axis_s=1.0), 'x', single())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1 and "Timeout" in done.stderr, done.stderr
-    assert json.loads((tmp_path / "axes.json").read_text())[sweep.REPEATED]["outcome"] == "ended with the process"
+    assert json.loads((tmp_path / "axes.json").read_text())[REPEATED]["outcome"] == "ended with the process"
 
 
 def test_sweep_of_an_unknown_axis_is_refused(tmp_path: Path) -> None:

@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from microbench.check import Verdict
-from microbench.rivals import base, catalog
+from microbench.rivals import base, catalog, unfused
 from microbench.rivals.base import Nvfp4Matrix, Rival, Rows, Weights
 from microbench.rivals.humming_nvfp4 import HummingGrouped, HummingIndexed, blocks_by_expert
+from microbench.rivals.row_kernels import swiglu, weighted_sum
 from microbench.rivals.torch_grouped import TorchGrouped
+from trtllm_megamoe.comm import run_threads
+from trtllm_megamoe.comm.launch import mpirun_command, mpirun_environment
 from trtllm_megamoe.reference.codecs import nvfp4_decode, unpack_nibbles
 
 CPU = torch.device("cpu")
@@ -204,3 +211,37 @@ def test_blocks_by_expert_hold_every_row_once_and_one_expert_each(block: int) ->
 def test_why_not_names_what_is_missing(kind: type[Rival]) -> None:
     reason = kind.why_not()
     assert reason is not None and ("GPU" in reason or "CUDA" in reason or "pip install" in reason)
+
+
+def test_unfused_chain_over_two_processes_is_checked_and_stands_beside_the_layer(tmp_path: Path) -> None:
+    """Two MPI ranks, gloo instead of NCCL, clamped SwiGLU, uneven routing; rows of both ranks against the oracle."""
+    pytest.importorskip("mpi4py")
+    output = tmp_path / "out.json"
+    program = ["-m", "microbench", "--engine", "cpu", "--preset", "deepseek-v4-pro", "--scale-experts", "24"]
+    program += ["--scale-channels", "64", "--tokens-per-rank", "5", "--routing", "zipf,hot-rank", "--iters", "1"]
+    program += ["--warmup", "0", "--activations", "bf16", "--combine-format", "bf16,fp8", "--rivals", "--json"]
+    command = mpirun_command(2, [*program, str(output)])
+    done = subprocess.run(command, env=mpirun_environment(2), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = json.loads(output.read_text())["rows"]
+    assert [len(row["rivals"]) for row in rows] == [1, 1, 0, 0], "the chain has a bf16 wire"
+    for row in rows[:2]:
+        (chain,) = row["rivals"]
+        assert chain["rival"] == unfused.NAME and chain["status"] == "ok", chain
+        assert chain["check"]["rows_checked"] == 10 and 0 < chain["check"]["rel_l2"] < unfused.TOLERANCE_REL_L2
+        assert chain["us"]["p50"] > 0
+
+
+def test_unfused_chain_says_why_it_does_not_run() -> None:
+    reasons = run_threads(2, lambda comm: unfused.why_not(comm, CPU), 10.0)
+    assert reasons == ["the ranks are threads of one process; it needs a process and a GPU a rank"] * 2
+
+
+def test_row_steps_of_the_chain_weigh_clamp_and_leave_out_what_has_no_row() -> None:
+    rows = torch.tensor([[1.0, 2.0], [4.0, -8.0], [math.inf, math.inf]], dtype=torch.bfloat16)
+    slots = torch.tensor([[1, -1, 0], [-1, -1, -1]])
+    weights = torch.tensor([[0.5, math.nan, 2.0], [math.nan] * 3])
+    assert weighted_sum(rows, slots, weights).tolist() == [[4.0, 0.0], [0.0, 0.0]]
+    gate_up = torch.tensor([[3.0, -1.0, 9.0, -9.0]], dtype=torch.bfloat16)
+    expected = [2.0 / (1 + math.exp(-2.0)) * 3.0, -1.0 / (1 + math.exp(1.0)) * -1.0]
+    assert swiglu(gate_up, 2.0, 1.0, 1.0).float().tolist()[0] == pytest.approx(expected, rel=2**-8)

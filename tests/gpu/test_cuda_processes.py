@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes: one is killed; all of them on one GPU. With fewer GPUs than ranks they take turns on it (slow).
+"""Ranks as processes: one leaves a launch out, one is killed; all of them on one GPU. With fewer GPUs
+than ranks they take turns on it (slow).
 
-Kernels come from the cache, see test_cuda_ranks.py (`tests/multigpu/test_cuda_layer_multigpu.py DIR R` fills it).
+Kernels come from the cache; `tools/needed_kernels.py ranks --ranks R --compile DIR` fills it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def _environment(ranks: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **overlap}
 
 
-def test_killed_process_every_other_rank_names_it_in_time_and_goes_on(tmp_path: Path) -> None:
-    ranks = 2
+def test_dead_process_every_other_rank_names_it_in_time_and_goes_on(tmp_path: Path) -> None:
+    """A rank that leaves a launch out, then one that is killed; see the program. `MEGAMOE_TEST_RANKS` says how many."""
+    ranks = int(os.environ.get("MEGAMOE_TEST_RANKS", "2"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,9 +53,12 @@ def test_killed_process_every_other_rank_names_it_in_time_and_goes_on(tmp_path: 
         path = tmp_path / f"rank{rank}.json"
         assert path.is_file(), outputs[rank]
         result = json.loads(path.read_text())
-        assert f"rank {ranks - 1}" in result["error"] and "Timeout" in result["error"], result
-        assert result["seconds"] < 10 * LIMIT_S, result
-        assert result["fresh_rel_l2"] < 3e-3, result
+        for event in ("absent", "killed"):
+            error = result[event]["error"]
+            # with three ranks or more another survivor may have given up first, and says for whom it waited
+            assert f"rank {ranks - 1}" in error and ("Timeout" in error or "Aborted" in error), result
+            assert result[event]["seconds"] < 10 * LIMIT_S, result
+        assert result["rebuilt_rel_l2"] < 3e-3 and result["fresh_rel_l2"] < 3e-3, result
 
 
 def test_eight_processes_on_one_gpu_give_the_bits_of_one_rank() -> None:

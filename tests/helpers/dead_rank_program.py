@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a layer whose last rank is killed: `python -m THIS_MODULE OUT_DIR`, under torchrun's variables.
+"""One rank of layers whose last rank fails: `python -m THIS_MODULE OUT_DIR`, under torchrun's variables.
 
-Every other rank must get an error that names the dead one within the limit, and can build a new layer afterwards.
+First the last rank leaves a launch out; every other rank must get an error that names it within the limit, and all of
+them build a new layer together. Then it is killed: the same error in time, and a survivor builds a layer of its own.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tests.helpers.layer_cases import make_case, oracle_of
-from trtllm_megamoe.comm import single, torch_distributed
+from tests.helpers.layer_cases import LayerCase, make_case, oracle_of
+from trtllm_megamoe.comm import Communicator, single, torch_distributed
+from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeError
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.reference.metrics import rel_l2
@@ -26,33 +29,85 @@ WAIT_S = 60.0
 GOOD_LAUNCHES = 3
 
 
-def main() -> None:
-    out_dir = Path(sys.argv[1])
-    comm = torch_distributed(WAIT_S)
+def rank_case(ranks: int) -> LayerCase:
+    """Eight tokens a rank."""
     fields = {"engine": "cuda", "max_tokens_per_rank": 64, "timeout_s": LIMIT_S, "activations": "nvfp4"}
-    case = make_case("uniform", ep_size=comm.size, num_tokens=8 * comm.size, **fields)  # type: ignore[arg-type]
-    layer = MegaMoELayer(case.config, comm)
-    layer.load_weights(case.weights)
-    rows = case.rank_slice(comm.rank)
-    inputs = (case.x[rows].cuda(), case.routing.topk_ids[rows].cuda(), case.routing.topk_weights[rows].cuda())
-    for _ in range(GOOD_LAUNCHES):
-        layer.forward(*inputs)
-    torch.cuda.synchronize()
-    if comm.rank == comm.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    layer.forward(*inputs)
-    started = time.monotonic()
-    torch.cuda.synchronize()
-    result = {"rank": comm.rank, "size": comm.size, "seconds": time.monotonic() - started}
-    try:
-        layer.forward(*inputs)
-        result["error"] = ""
-    except MegaMoeError as err:
-        result["error"] = f"{type(err).__name__}: {err}"
-    with MegaMoELayer(case.config, single()) as fresh:
-        fresh.load_weights(case.weights)
-        result["fresh_rel_l2"] = rel_l2(fresh.forward(*inputs).cpu(), oracle_of(case)[rows])
-    (out_dir / f"rank{comm.rank}.json").write_text(json.dumps(result))
+    return make_case("uniform", ep_size=ranks, num_tokens=8 * ranks, **fields)  # type: ignore[arg-type]
+
+
+def config(ranks: int) -> MegaMoeConfig:
+    """Of the layers."""
+    return rank_case(ranks).config
+
+
+class Program:
+    """One rank."""
+
+    def __init__(self, out_dir: Path, comm: Communicator) -> None:
+        self.comm, self.case, self.out_dir = comm, rank_case(comm.size), out_dir
+        self.rows = self.case.rank_slice(comm.rank)
+        routing = self.case.routing
+        self.inputs = tuple(
+            values[self.rows].cuda() for values in (self.case.x, routing.topk_ids, routing.topk_weights)
+        )
+        self.result: dict[str, Any] = {"rank": comm.rank, "size": comm.size}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the rank that fails."""
+        return self.comm.rank == self.comm.size - 1
+
+    def layer(self, comm: Communicator) -> MegaMoELayer:
+        """A loaded layer."""
+        layer = MegaMoELayer(self.case.config, comm)
+        layer.load_weights(self.case.weights)
+        return layer
+
+    def error_of(self, layer: MegaMoELayer) -> float:
+        """rel-L2 of this rank's rows against the oracle."""
+        return float(rel_l2(layer.forward(*self.inputs).cpu(), oracle_of(self.case)[self.rows]))
+
+    def wait_in_vain(self, layer: MegaMoELayer) -> dict[str, Any]:
+        """A launch without the last rank: seconds until it ended, and what the next one raises."""
+        layer.forward(*self.inputs)
+        started = time.monotonic()
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - started
+        try:
+            layer.forward(*self.inputs)
+        except MegaMoeError as err:
+            return {"seconds": seconds, "error": f"{type(err).__name__}: {err}"}
+        return {"seconds": seconds, "error": ""}
+
+    def leave_one_out(self) -> None:
+        """The last rank does not launch, and lives."""
+        layer = self.layer(self.comm)
+        for _ in range(GOOD_LAUNCHES):
+            layer.forward(*self.inputs)
+        torch.cuda.synchronize()
+        self.comm.barrier(WAIT_S)
+        if not self.is_last:
+            self.result["absent"] = self.wait_in_vain(layer)
+        self.comm.barrier(WAIT_S)
+
+    def kill(self) -> None:
+        """All ranks build anew; the last one dies between two launches."""
+        layer = self.layer(self.comm)
+        self.result["rebuilt_rel_l2"] = self.error_of(layer)
+        torch.cuda.synchronize()
+        self.comm.barrier(WAIT_S)
+        if self.is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.result["killed"] = self.wait_in_vain(layer)
+        with self.layer(single()) as fresh:
+            self.result["fresh_rel_l2"] = self.error_of(fresh)
+        (self.out_dir / f"rank{self.comm.rank}.json").write_text(json.dumps(self.result))
+
+
+def main() -> None:
+    program = Program(Path(sys.argv[1]), torch_distributed(WAIT_S))
+    program.leave_one_out()
+    program.kill()
     os._exit(0)  # a process group with a dead member would wait for it
 
 

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA engine over GPUs: one rank per process and GPU, `mpirun -n R python -m pytest tests/multigpu` or torchrun.
 
-Kernels come from the cache (`TRTLLM_MEGAMOE_CACHE_DIR`); `python THIS_FILE DIR R` fills it on a machine with the DSL.
+Kernels come from the cache (`TRTLLM_MEGAMOE_CACHE_DIR`); `tools/needed_kernels.py ranks --ranks R --compile DIR` fills
+it on a machine with the DSL.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
+import time
 
 import pytest
 import torch
 
-from tests.helpers.layer_cases import LayerCase, bits, make_case, oracle_of, with_splits
+from tests.helpers.layer_cases import LayerCase, bits, oracle_of
+from tests.helpers.rank_cases import OPTIONS, rank_case
 from tests.helpers.symmetric_program import WAIT_S, communicator
-from trtllm_megamoe.buckets import BucketLadder
-from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.comm import Communicator, single
-from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.reference.metrics import rel_l2
 
@@ -27,22 +24,13 @@ pytestmark = [pytest.mark.gpu_2, pytest.mark.arch_hopper, pytest.mark.timeout(18
 
 # fp32 sums in the tensor cores may move a value across one rounding boundary of the requantisation or of the wire
 TOLERANCE = {"bf16": 3e-3, "fp8": 5e-3, "fp4": 1e-2}
-OPTIONS = [("nvfp4", "bf16"), ("bf16", "fp8"), ("nvfp4", "fp4")]
-CAP = 64
-SPLITS = [0, 1, 7, 8, 64, 40, 3, 13]
+KINDS = ("uniform", "zipf", "hot_expert", "hot_rank", "all_masked", "masked_30", "duplicates")
 SOAK_LAUNCHES = int(os.environ.get("MEGAMOE_SOAK_LAUNCHES", "2000"))
 
 
 @pytest.fixture(scope="module")
 def comm() -> Communicator:
     return communicator()
-
-
-def _case(ranks: int, kind: str, mode: str, fmt: str, shift: int = 0, seed: int = 1) -> LayerCase:
-    splits = [SPLITS[(r + shift) % len(SPLITS)] for r in range(ranks)]
-    fields = {"engine": "cuda", "max_tokens_per_rank": CAP, "activations": mode, "combine_format": fmt}
-    case = make_case(kind, ep_size=ranks, num_tokens=max(sum(splits), 1), seed=seed, **fields)  # type: ignore[arg-type]
-    return with_splits(case, splits)
 
 
 def _inputs(case: LayerCase, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,12 +43,12 @@ def test_layer_over_gpus_equals_one_gpu_bit_for_bit_and_meets_the_oracle(
     comm: Communicator, mode: str, fmt: str
 ) -> None:
     """Every routing, uneven token counts with zeros; this rank's rows against a one-rank layer with all experts."""
-    first = _case(comm.size, "uniform", mode, fmt)
+    first = rank_case(comm.size, "uniform", mode, fmt)
     with MegaMoELayer(first.config, comm) as layer, MegaMoELayer(first.config, single()) as alone:
         layer.load_weights(first.weights)
         alone.load_weights(first.weights)
-        for index, kind in enumerate(("uniform", "zipf", "hot_expert", "all_masked", "masked_30", "duplicates")):
-            case = _case(comm.size, kind, mode, fmt, shift=index)
+        for index, kind in enumerate(KINDS):
+            case = rank_case(comm.size, kind, mode, fmt, shift=index)
             inputs = _inputs(case, comm.rank)
             out = layer.forward(*inputs)
             assert torch.equal(bits(out), bits(alone.forward(*inputs))), kind
@@ -70,7 +58,7 @@ def test_layer_over_gpus_equals_one_gpu_bit_for_bit_and_meets_the_oracle(
 
 
 def test_layer_over_gpus_graph_replays_changed_inputs_with_the_bits_of_eager(comm: Communicator) -> None:
-    case = _case(comm.size, "uniform", "nvfp4", "bf16", shift=2)
+    case = rank_case(comm.size, "uniform", "nvfp4", "bf16", shift=2)
     with MegaMoELayer(case.config, comm) as layer:
         layer.load_weights(case.weights)
         static = _inputs(case, comm.rank)
@@ -78,7 +66,7 @@ def test_layer_over_gpus_graph_replays_changed_inputs_with_the_bits_of_eager(com
         with torch.cuda.graph(graph):
             out = layer.forward(*static)
         for seed in (1, 30, 60):
-            fresh = _inputs(_case(comm.size, "masked_30", "nvfp4", "bf16", shift=2, seed=seed), comm.rank)
+            fresh = _inputs(rank_case(comm.size, "masked_30", "nvfp4", "bf16", shift=2, seed=seed), comm.rank)
             for old, new in zip(static, fresh, strict=True):
                 old.copy_(new)
             torch.cuda.synchronize()
@@ -91,7 +79,7 @@ def test_layer_over_gpus_graph_replays_changed_inputs_with_the_bits_of_eager(com
 def test_layer_over_gpus_many_launches_with_random_tokens_and_delays(comm: Communicator) -> None:
     """Each launch's rows equal the one-rank layer's; delays of up to 50 us put ranks out of step."""
     variants = [
-        _case(comm.size, kind, "nvfp4", "bf16", shift=shift, seed=shift + 1)
+        rank_case(comm.size, kind, "nvfp4", "bf16", shift=shift, seed=shift + 1)
         for shift, kind in enumerate(
             ("uniform", "zipf", "hot_expert", "masked_30", "duplicates", "all_masked", "uniform")
         )
@@ -112,17 +100,18 @@ def test_layer_over_gpus_many_launches_with_random_tokens_and_delays(comm: Commu
         assert int(differing) == 0
 
 
-def compile_all(cache_dir: Path, ranks: int) -> None:
-    """Fill a cache with the kernels of this file, for `ranks` ranks and for one."""
-    for mode, fmt in OPTIONS:
-        case = _case(ranks, "uniform", mode, fmt)
-        for size in (1, ranks):
-            spec = hopper.layer_spec(case.config, size, ActivationMode(mode))
-            tiles = hopper.tiles_of_ladder(spec, BucketLadder.for_cap(CAP), 132)
-            hopper.obtain(
-                spec, tiles.values(), ObjectCache(cache_dir), lambda name, state: print(state, name, flush=True)
-            )
-
-
-if __name__ == "__main__":
-    compile_all(Path(sys.argv[1]), int(sys.argv[2]))
+def test_layer_over_gpus_late_ranks_are_waited_for(comm: Communicator) -> None:
+    """Every rank in turn comes a quarter of a second late, on the host and on its stream; no result changes."""
+    case = rank_case(comm.size, "zipf", "bf16", "bf16", shift=3)
+    with MegaMoELayer(case.config, comm) as layer:
+        layer.load_weights(case.weights)
+        inputs = _inputs(case, comm.rank)
+        expected = bits(layer.forward(*inputs)).clone()
+        torch.cuda.synchronize()
+        for late in range(comm.size):
+            comm.barrier(WAIT_S)
+            if comm.rank == late:
+                time.sleep(0.25)
+                torch.cuda._sleep(20_000_000)
+            first, second = layer.forward(*inputs), layer.forward(*inputs)
+            assert torch.equal(bits(first), expected) and torch.equal(bits(second), expected), late

@@ -18,7 +18,7 @@ def run_program(command: click.Command, name: str) -> NoReturn:
     """Call `command` with this process's arguments and exit with its code."""
     exit_code = _call(command, name)
     if exit_code != 0 and "mpi4py.MPI" in sys.modules:
-        from trtllm_megamoe.comm.mpi import leave_together
+        from trtllm_megamoe.comm.mpi_ranks import leave_together
 
         leave_together(exit_code)
     sys.exit(exit_code)

@@ -17,7 +17,7 @@ def mpi(start_timeout_s: float | None = None) -> Communicator:
         MegaMoeTimeoutError: Some rank never came.
         MegaMoeUnavailableError: mpi4py or an MPI library is missing, or the ranks span several nodes.
     """
-    from trtllm_megamoe.comm.mpi import MpiCommunicator
+    from trtllm_megamoe.comm.mpi_ranks import MpiCommunicator
 
     return MpiCommunicator() if start_timeout_s is None else MpiCommunicator(start_timeout_s=start_timeout_s)
 

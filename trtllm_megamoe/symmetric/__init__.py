@@ -50,7 +50,7 @@ def _provide(table: RegionTable, comm: Communicator, device: torch.device, timeo
         from trtllm_megamoe.symmetric.torch_symm import TorchSymmetricMemory
 
         return TorchSymmetricMemory(table, comm, device, timeout_s)
-    from trtllm_megamoe.comm.mpi import MpiCommunicator
+    from trtllm_megamoe.comm.mpi_ranks import MpiCommunicator
     from trtllm_megamoe.symmetric.windows import WindowMemory
 
     if isinstance(comm, MpiCommunicator):

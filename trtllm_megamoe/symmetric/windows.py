@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from trtllm_megamoe.comm.mpi import MpiCommunicator
+from trtllm_megamoe.comm.mpi_ranks import MpiCommunicator
 from trtllm_megamoe.regions import RegionTable
 from trtllm_megamoe.symmetric.base import SymmetricMemory, draw_generation, initialise_shared
 

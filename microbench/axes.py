@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The axes of a sweep: one at a time around a default point, as command lines. Pure; used by the sweep.
+
+What matters most comes first, for a sweep whose time runs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ROWS = "1,4,16,64,256,1024"
+FEWER_ROWS = "1,16,64,256,1024"
+TOKENS = "1,8,64,512,2048,8192"
+_DEFAULT_PRESET = "deepseek-v4-pro"
+_PRESETS = (_DEFAULT_PRESET, "deepseek-v3", "qwen3-235b", "deepseek-v4-flash", "gpt-oss-120b")
+
+REPEAT = "repeat"
+"""The same command as an earlier axis, later in the same run: how far two runs of one command agree."""
+
+SHARES = 8
+"""A GPU holds the experts of one rank of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis: its name, and the arguments of `python -m microbench` that differ from the default point's."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is a run of the layer; else another command that begins with its name."""
+        return self.arguments[0].startswith("-")
+
+
+def one_gpu() -> list[Axis]:
+    """The default point is DeepSeek-V4-Pro, a share of EP 8, uniform routing, 16-bit activations, bf16 wire, bursts."""
+    # the small layers are rotated in pairs: one of them would partly stay in L2
+    pairs = {"qwen3-235b": ("--layers", "2"), "gpt-oss-120b": ("--layers", "2")}
+
+    def at(name: str, rows: str, *more: str, preset: str = _DEFAULT_PRESET) -> Axis:
+        where = ("--preset", preset, "--share-of-ep", str(SHARES), "--rows-per-expert", rows)
+        return Axis(name, (*where, *pairs.get(preset, ()), *more))
+
+    def ranks(name: str, tokens: str, *more: str) -> Axis:
+        where = ("--preset", "qwen3-235b", "--virtual-ranks", "8", "--tokens-per-rank", tokens)
+        return Axis(name, (*where, *more))
+
+    return [
+        *(at(f"rows-{preset}", ROWS, preset=preset) for preset in _PRESETS),
+        *(at(f"nvfp4-{preset}", FEWER_ROWS, "--activations", "nvfp4", preset=preset) for preset in _PRESETS),
+        at("routings", "16,64,256", "--routing", "random,zipf,hot-expert"),
+        at(REPEAT, ROWS),
+        at("wires", "16,64,1024", "--combine-format", "fp8,fp4"),
+        at("lockstep", "1,16,64,256", "--mode", "lockstep"),
+        at("eager", "1,16,64", "--eager"),
+        ranks("virtual-ranks", "1,8,64", "--routing", "uniform,hot-rank,zero-rank"),
+        ranks("virtual-ranks-wires", "8,64", "--combine-format", "fp8,fp4"),
+    ]
+
+
+def several_gpus(ranks: int) -> list[Axis]:
+    """Every GPU with its share of an EP 8 layer; the unfused chain beside it where the activations are its own."""
+
+    def at(name: str, preset: str, tokens: str, *more: str) -> Axis:
+        where = ("--preset", preset, "--scale-experts", str(max(1, SHARES // ranks)), "--tokens-per-rank", tokens)
+        return Axis(name, (*where, "--iters", "12", "--warmup", "3", *more))
+
+    presets = (_DEFAULT_PRESET, "deepseek-v3", "deepseek-v4-flash")
+    return [
+        *(at(f"tokens-{preset}", preset, TOKENS, "--mode", "burst,lockstep", "--rivals") for preset in presets),
+        Axis("links", ("links",)),
+        *(at(f"nvfp4-{preset}", preset, TOKENS, "--activations", "nvfp4") for preset in presets),
+        at("wires", "deepseek-v3", "64,512,8192", "--combine-format", "fp8,fp4"),
+        at("routings", _DEFAULT_PRESET, "64,512,2048", "--routing", "zipf,hot-rank,zero-rank"),
+        at(REPEAT, _DEFAULT_PRESET, TOKENS, "--mode", "burst,lockstep", "--rivals"),
+    ]
+
+
+def repeated_of(chosen: Sequence[Axis]) -> str | None:
+    """Name of the axis that `REPEAT` repeats, if both are there."""
+    repeat = next((axis for axis in chosen if axis.name == REPEAT), None)
+    same = (axis.name for axis in chosen if repeat is not None and axis.arguments == repeat.arguments)
+    return next((name for name in same if name != REPEAT), None)
+
+
+_DEFAULTS = ("--mode", "burst", "--activations", "bf16", "--iters", "30", "--warmup", "5")
+
+
+def command_of(axis: Axis, engine: str, extra: Sequence[str]) -> list[str]:
+    """Arguments of `python -m microbench` for one axis."""
+    if not axis.is_run:
+        return [*axis.arguments, "--engine", engine]
+    arguments = [argument for argument in axis.arguments if argument != "--eager"]
+    defaults = [
+        word
+        for name, value in zip(_DEFAULTS[::2], _DEFAULTS[1::2], strict=True)
+        if name not in arguments
+        for word in (name, value)
+    ]
+    is_graph = engine == "cuda" and "--eager" not in axis.arguments
+    return ["--engine", engine, *arguments, *defaults, *(["--cuda-graph"] if is_graph else []), *extra]
