@@ -102,7 +102,11 @@ def _augmented(frame: Frame, node: ast.AugAssign) -> None:
 
 
 def _check_growth(frame: Frame, target: ast.expr, value: ast.expr) -> None:
-    if not (isinstance(target, ast.Attribute) and isinstance(value, ast.Call)):
+    """Of an attribute or an entry of one (`self.keys[i]`): what a local name holds is gone after the step."""
+    kept = target
+    while isinstance(kept, ast.Subscript):
+        kept = kept.value
+    if not (isinstance(kept, ast.Attribute) and isinstance(value, ast.Call)):
         return
     called = (dotted_name(value.func) or "").rsplit(".", 1)[-1]
     if called in words.GROWERS and any(_mentions(arg, target) for arg in value.args):
@@ -111,7 +115,8 @@ def _check_growth(frame: Frame, target: ast.expr, value: ast.expr) -> None:
 
 def _mentions(node: ast.AST, target: ast.expr) -> bool:
     written = ast.unparse(target)
-    return any(isinstance(n, ast.Attribute | ast.Name) and ast.unparse(n) == written for n in ast.walk(node))
+    kinds = ast.Attribute | ast.Name | ast.Subscript
+    return any(isinstance(n, kinds) and ast.unparse(n) == written for n in ast.walk(node))
 
 
 def _check_counter(frame: Frame, target: ast.expr, added: Value, node: ast.stmt, depends_on_itself: bool) -> None:

@@ -304,3 +304,15 @@ class Runner:
 def step(x: Tensor) -> Tensor:
     torch._assert_async((x >= 0).all())
     return x
+
+
+# snippet: entry_written_from_other_entries
+class Layers:
+    def __init__(self, device):
+        self.slots = [torch.zeros(8, 4, device=device) for _ in range(3)]
+
+    def forward(self, layer: int, value: Tensor) -> Tensor:
+        joined = {0: value}
+        joined[0] = torch.cat((joined[0], value), dim=0)
+        self.slots[layer][:4] = torch.cat((value[:2], value[:2]), dim=0)
+        return joined[0]
