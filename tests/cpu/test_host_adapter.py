@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-import logging
 import re
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from tests.helpers.host_layer import (
     run_context,
 )
 from trtllm_megamoe.comm import run_threads
-from trtllm_megamoe.contract import RejectReason
 from trtllm_megamoe.envs import HOST_VARS
 from trtllm_megamoe.errors import (
     MegaMoeCapacityError,
@@ -39,6 +39,7 @@ from trtllm_megamoe.errors import (
 )
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 from trtllm_megamoe.reference.metrics import rel_l2
+from trtllm_megamoe.tuning.scratch import ProfilingScratch
 
 QWEN = golden_layer("modelopt_nvfp4_qwen3_moe", 0)
 DEEPSEEK = golden_layer("modelopt_nvfp4_deepseek_v3", 1)
@@ -231,107 +232,6 @@ def test_run_moe_refuses_what_it_cannot_do(newest: str) -> None:
         moe.backend.validate_configurable_moe(moe)
 
 
-# ---- eligibility (R9, B30)
-
-
-REFUSALS = [
-    ({"quant": "fp8_block_scales"}, {}, "QUANT_UNSUPPORTED", "experts are fp8_block_scales"),
-    ({"quant": None}, {}, "QUANT_UNSUPPORTED", "not quantised"),
-    ({"dtype_act": torch.float16}, {}, "DTYPE_UNSUPPORTED", "float16, must be bfloat16"),
-    ({"hidden_size": 4112}, {}, "SHAPE_UNALIGNED", "hidden_size 4112 must be a multiple of 32"),
-    ({"intermediate_size": 1000}, {}, "SHAPE_UNALIGNED", "intermediate_size 1000 must be a multiple of 16"),
-    ({"top_k": 17}, {}, "SHAPE_UNALIGNED", "top_k 17"),
-    ({"activation": "Relu2"}, {}, "ACTIVATION_UNSUPPORTED", "activation Relu2"),
-    ({"bias": True}, {}, "ACTIVATION_UNSUPPORTED", "experts have biases"),
-    ({"swiglu_gptoss_style": True}, {}, "ACTIVATION_UNSUPPORTED", "experts have biases"),
-    ({}, {"num_slots": 30}, "SLOTS_NOT_DIVISIBLE_BY_EP", "30 expert slots are not divisible by ep_size 8"),
-    ({}, {"use_dp": False}, "TOPOLOGY_UNSUPPORTED", "set enable_attention_dp: true"),
-    ({}, {"ep_size": 4}, "TOPOLOGY_UNSUPPORTED", "ep_size 4 must equal the parallel size 8"),
-    ({}, {"tp_size": 2}, "TOPOLOGY_UNSUPPORTED", "MoE tensor parallelism is 2"),
-    ({}, {"cluster_size": 2}, "TOPOLOGY_UNSUPPORTED", "cluster size is 2"),
-    ({}, {"moe_lora_enabled": True}, "LORA_UNSUPPORTED", "LoRA"),
-]
-
-
-@pytest.mark.parametrize(("problem", "deployment", "reason", "detail"), REFUSALS)
-def test_can_implement_refusal_has_the_hosts_reason_and_the_predicate(
-    problem: dict[str, Any], deployment: dict[str, Any], reason: str, detail: str, newest: str
-) -> None:
-    contract = importlib.import_module(f"{newest}.impl_contract")
-    backend = importlib.import_module("trtllm_megamoe.host.register").register().backend
-    good_p = {"quant": "nvfp4", "dtype_act": torch.bfloat16, "hidden_size": 7168, "intermediate_size": 2048,
-              "num_experts": 256, "top_k": 8}  # fmt: skip
-    good_d = {"ep_size": 8, "tp_size": 1, "use_dp": True, "num_slots": 256, "parallel_size": 8,
-              "env": contract.MoEEnvironment(sm=90)}  # fmt: skip
-    ask = lambda p, d: backend.can_implement(contract.MoEProblem(**p), contract.MoEDeployment(**d))  # noqa: E731
-    assert ask(good_p, good_d)
-    # gates must tolerate what the host does not know yet
-    assert ask({"quant": "nvfp4", "dtype_act": torch.bfloat16}, good_d)
-    verdict = ask(good_p | problem, good_d | deployment)
-    assert not verdict and verdict.reject_reason.name == reason and detail in verdict.detail
-
-
-def test_can_implement_engine_and_sm_are_judged_for_the_cuda_engine_only(
-    newest: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    eligibility = importlib.import_module("trtllm_megamoe.host.eligibility")
-    contract = importlib.import_module(f"{newest}.impl_contract")
-    settings_of = importlib.import_module("trtllm_megamoe.host.settings").HostSettings.from_environment
-    problem = contract.MoEProblem(quant="nvfp4", dtype_act=torch.bfloat16)
-    environment = contract.MoEEnvironment(sm=89)
-    deployment = contract.MoEDeployment(
-        ep_size=8, tp_size=1, use_dp=True, num_slots=256, parallel_size=8, env=environment
-    )
-    assert eligibility.judge_host(problem, deployment, settings_of()).is_eligible
-    monkeypatch.delenv("TRTLLM_MEGAMOE_ENGINE")  # the default inside the host is the CUDA engine, never a silent CPU
-    reasons = [r for r, _ in eligibility.judge_host(problem, deployment, settings_of()).rejections]
-    assert reasons[0] is RejectReason.SM
-    if not torch.cuda.is_available():
-        assert RejectReason.ENGINE in reasons
-
-
-def test_every_reason_has_a_word_of_the_hosts(base: str) -> None:
-    reasons = importlib.import_module("trtllm_megamoe.host.eligibility").HOST_REASONS
-    members = importlib.import_module(f"{base}.impl_contract").MoERejectReason.__members__
-    assert set(reasons) == set(RejectReason) and set(reasons.values()) <= set(members)
-
-
-def test_refused_layer_is_named_with_reason_and_successor(
-    base: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bf16 draft layer beside NVFP4 layers: one message, or an error under TRTLLM_MEGAMOE_STRICT=1."""
-    unquantised = importlib.import_module("tensorrt_llm._torch.model_config").QuantConfig(None)
-    with caplog.at_level(logging.WARNING, logger="trtllm_megamoe.host.register"):
-        moe = make_moe(base, QWEN, model_config(), override_quant_config=unquantised, layer_idx=61)
-    assert type(moe.backend).__name__ == "CutlassFusedMoE"
-    texts = [r.getMessage() for r in caplog.records]
-    assert texts == [
-        "layer 61: MEGAMOE_CUTEDSL was asked for and refused: quantisation: experts are not quantised, this "
-        "backend runs NVFP4 experts only; CutlassFusedMoE runs instead"
-    ]
-
-
-def test_refused_layer_under_strict_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRTLLM_MEGAMOE_STRICT", "1")
-    with installed_host(tmp_path, "D2") as name:
-        importlib.import_module("trtllm_megamoe.host")
-        unquantised = importlib.import_module("tensorrt_llm._torch.model_config").QuantConfig(None)
-        with pytest.raises(
-            MegaMoeConfigError, match=r"layer 61: .*CutlassFusedMoE runs instead, which .*STRICT=1 forbids"
-        ):
-            make_moe(name, QWEN, model_config(), override_quant_config=unquantised, layer_idx=61)
-
-
-def test_refused_layer_that_may_not_degrade_is_an_error_with_our_reason(newest: str) -> None:
-    with pytest.raises(MegaMoeConfigError, match=r"layer 7: MEGAMOE_CUTEDSL .* refused: shape: hidden_size 260"):
-        make_moe(newest, QWEN, model_config(), hidden_size=260, allow_backend_degradation=False)
-
-
-def test_other_backends_are_left_alone(base: str, caplog: pytest.LogCaptureFixture) -> None:
-    moe = make_moe(base, QWEN, model_config(moe_backend="CUTLASS"))
-    assert type(moe.backend).__name__ == "CutlassFusedMoE" and not caplog.records
-
-
 # ---- weights
 
 
@@ -440,30 +340,67 @@ def test_first_launch_prepares_every_bucket_once_and_never_inside_a_capture(
 # ---- the host's tuning pass (R32, R33)
 
 
-def test_tuning_pass_and_a_second_engine_leave_nothing_behind(newest: str) -> None:
-    """Serving never tunes: the host's tuner is not even imported, no scratch exists, nothing grows, nothing is kept."""
-    import gc
-    import sys
+def profiling_scratches() -> list[Any]:
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at every object wakes deprecated ones
+        return [thing for thing in gc.get_objects() if isinstance(thing, ProfilingScratch)]
 
-    from trtllm_megamoe.tuning.scratch import ProfilingScratch
 
+def test_tuning_pass_of_the_host_returns_early_without_scratch(newest: str) -> None:
+    """Tactics are chosen offline: in the host's tuning mode a forward is a forward, and its tuner is asked nothing."""
+    tuner = importlib.import_module("tensorrt_llm._torch.autotuner")
+    moe = make_moe(newest, QWEN, model_config(max_num_tokens=20))
+    load(moe, QWEN)
+    fences = moe.backend._workspace.fences
+    rows = slice(0, 2)
+    expected = forward(moe, QWEN, rows, all_rank_num_tokens=[2])
+    with tuner.autotune():
+        assert tuner.AutoTuner.get().is_tuning_mode
+        assert torch.equal(forward(moe, QWEN, rows, all_rank_num_tokens=[2]), expected)
+        assert moe.backend.megamoe_layer.last_bucket == 16 and not fences.is_tuning and profiling_scratches() == []
+    assert tuner.AutoTuner.get().questions == [] and fences.num_pairs == 1
+
+
+def test_draft_engine_after_the_target_was_tuned_gets_its_own_turn(newest: str) -> None:
+    """A speculative draft comes late and warms up again: same shape, same workspace; another shape, another one."""
+    tuner = importlib.import_module("tensorrt_llm._torch.autotuner")
+    rows = slice(0, 4)
+
+    def engine(layer_idx: int, **options: Any) -> Any:
+        moe = make_moe(newest, QWEN, model_config(**options), layer_idx=layer_idx)
+        load(moe, QWEN)
+        with tuner.autotune():
+            forward(moe, QWEN, rows)
+        return moe
+
+    target = engine(0)
+    before = forward(target, QWEN, rows)
+    draft, small_draft = engine(61), engine(62, max_num_tokens=8)
+    assert draft.backend._workspace is target.backend._workspace is not small_draft.backend._workspace
+    for moe in (draft, target, small_draft, target):
+        assert torch.equal(forward(moe, QWEN, rows), before)
+    assert [m.backend._workspace.fences.num_pairs for m in (target, small_draft)] == [1, 1]
+    assert profiling_scratches() == []
+
+
+def test_configuration_of_a_call_is_not_kept(newest: str) -> None:
+    """Nothing grows with the number of calls, and nothing outlives the model: no table of configurations exists."""
     ops = importlib.import_module("trtllm_megamoe.host.ops")
     adapter = importlib.import_module("trtllm_megamoe.host.adapter")
     gc.collect()  # layers of earlier tests
     before = len(ops._layers)
-    engines = [
-        make_moe(newest, QWEN, model_config(), layer_idx=index) for index in (0, 61)
-    ]  # the second is the draft's
-    for moe in engines:
-        load(moe, QWEN)
-        for _ in range(3):
-            forward(moe, QWEN, slice(0, 2))
-    assert len(ops._layers) == before + 2 and len(adapter._backends) == 2
-    assert "tensorrt_llm._torch.autotuner" not in sys.modules
-    gc.collect()
-    assert not [thing for thing in gc.get_objects() if isinstance(thing, ProfilingScratch)]
+    moe = make_moe(newest, QWEN, model_config())
+    load(moe, QWEN)
+    sizes = []
+    for _ in range(3):
+        for count in (1, 2, 3, 5):
+            forward(moe, QWEN, slice(0, count), all_rank_num_tokens=[count])
+        gc.collect()
+        sizes.append(len(gc.get_objects()))
+    assert sizes[2] - sizes[1] <= 1  # the list of sizes itself may count
+    assert len(ops._layers) == before + 1 and len(adapter._backends) == 1
     del moe
-    engines.clear()
     gc.collect()
     assert len(ops._layers) == before and len(adapter._backends) == 0
 

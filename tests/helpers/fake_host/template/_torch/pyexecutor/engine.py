@@ -9,6 +9,7 @@ import importlib
 import torch
 from safetensors.torch import load_file, save_file
 from tensorrt_llm._standin.paths import BASE
+from tensorrt_llm._torch.autotuner import AutoTuner, autotune
 from tensorrt_llm._torch.model_config import ModelConfig, QuantConfig
 from tensorrt_llm._torch.models.modeling_standin import StandinMoeForCausalLM
 from tensorrt_llm.llmapi.llm_args import MoeLoadBalancerConfig
@@ -104,6 +105,9 @@ def run_scenario(llm_args, scenario, out_dir, rank):
 
     world = llm_args.tensor_parallel_size
     step("warm-up general", [llm_args.max_num_tokens] * world)
+    with autotune():
+        step("warm-up tuning", [llm_args.max_num_tokens] * world)
+    assert AutoTuner.get().questions == []  # scratch for profiling would be accounted to nobody
     step("warm-up no metadata", [1] * world, with_meta=False)
     for index, counts in enumerate(scenario["steps"]):
         step(f"step{index}", counts, padding=scenario.get("padding", 0))
