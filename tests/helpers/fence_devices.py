@@ -254,7 +254,7 @@ class CudaDevice(EngineDevice):
         self.settle()
         engine._launches = honest
         try:
-            engine._raise_if_failed()
+            engine.raise_if_failed()
         except MegaMoeError as err:
             return str(err)
         return ""
