@@ -13,8 +13,9 @@ import torch
 
 from tests.helpers.synthetic import RoutingKind, make_layer_tensors, make_routing, make_tokens, seeded
 from tools.ptxsim import OrderError, SimError
-from tools.ptxsim.layers import KernelFile, LayerRun, run_sm90
+from tools.ptxsim.layers import KernelFile, LayerRun
 from tools.ptxsim.mutate import Mutant, mutants
+from tools.ptxsim.ranks import run_sm90
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
 
@@ -109,6 +110,6 @@ def test_no_proxy_fence_at_all_is_caught(case: Case) -> None:
 
 def test_wait_that_never_ends_is_recorded_and_the_launch_ends(case: Case) -> None:
     """The kernel's own time-out: tokens of a CTA that never stages."""
-    run = case.run(fault_ctas=1, timeout_ns=20_000, check_order=False, patience=4000)
+    run = case.run(fault_step=1, timeout_ns=20_000, check_order=False, patience=4000)
     assert run.error[0] == 1 and run.error[2] == 1
     assert (run.error[5], run.error[6]) == (3, 2)

@@ -22,7 +22,8 @@ from tools.gpu_suite.products import (
     make_case,
     scale_terms,
 )
-from tools.ptxsim.layers import KernelFile, run_sm90
+from tools.ptxsim.layers import KernelFile
+from tools.ptxsim.ranks import run_sm90
 
 DATA = Path(__file__).parent.parent / "data" / "ptx"
 SHAPE = (128, 64, 3, 2)

@@ -7,6 +7,7 @@ Used by every check and benchmark of the suite; holds no check of its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
 from trtllm_megamoe.weights.spec import LayerShape
 from vendored_kernels.launch import ERROR_FIELDS, Launch
 from vendored_kernels.registry import load_kernel
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec, fc1_lag
+from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec, TileConfig, fc1_lag
 
 Tensors = dict[str, torch.Tensor]
 
@@ -86,9 +87,10 @@ class GpuLayer:
         ctas: int | None = None,
         local: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
+        tiles: Mapping[str, TileConfig] = TILES,
         timeline: torch.Tensor | None = None,
     ) -> None:
-        self.spec, self.cache_dir, self.timeline = spec, cache_dir, timeline
+        self.spec, self.cache_dir, self.tiles, self.timeline = spec, cache_dir, tiles, timeline
         self.device = torch.device("cuda")
         self.rank = rank
         self.num_ctas = ctas or torch.cuda.get_device_properties(0).multi_processor_count
@@ -168,7 +170,7 @@ class GpuLayer:
     def launch(self, tile_name: str) -> Launch:
         """The launch of one tile configuration."""
         if tile_name not in self._launches:
-            config = KernelConfig(self.spec, TILES[tile_name], timestamps=self.timeline is not None)
+            config = KernelConfig(self.spec, self.tiles[tile_name], timestamps=self.timeline is not None)
             fixed = self.arguments(tile_name) | {"grid": self.num_ctas}
             function = load_kernel(config, "sm_90a", self.cache_dir)
             self._launches[tile_name] = Launch(function, self.spaces["local"][:256], fixed)
@@ -188,7 +190,7 @@ class GpuLayer:
             "error": self.address("error_record"),
             "timeout_ns": 2_000_000_000,
             "peers": self.peers.data_ptr(),
-            "lag": fc1_lag(self.spec, TILES[tile_name], self.num_ctas),
+            "lag": fc1_lag(self.spec, self.tiles[tile_name], self.num_ctas),
             "timestamps": 0 if self.timeline is None else self.timeline.data_ptr(),
             "rank": self.rank,
             "ctas_per_rank": self.num_ctas,

@@ -7,7 +7,7 @@ Every rank has shared and local memory of its own with poisoned guard bytes behi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from trtllm_megamoe.formats import round_up
 from trtllm_megamoe.regions import header_words
 from vendored_kernels.launch import RANK_OPERANDS, Launch
 from vendored_kernels.registry import load_kernel
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec, TileConfig
 from vendored_kernels.timeline import CTA_WORDS
 
 GENERATION = 77
@@ -63,6 +63,7 @@ class RankGroup:
         ctas: int | None = None,
         packed: Sequence[dict[str, torch.Tensor]] | None = None,
         scales: torch.Tensor | None = None,
+        tiles: Mapping[str, TileConfig] = TILES,
         timestamps: bool = False,
     ) -> None:
         self.spec, self.cache_dir, self.max_tokens = spec, cache_dir, max_tokens
@@ -103,6 +104,7 @@ class RankGroup:
                 shared=shared,
                 scales=rows,
                 packed=packed[r] if packed else None,
+                tiles=tiles,
                 timeline=None if self.timeline is None else self.timeline[r * self.ctas : (r + 1) * self.ctas],
             )
             self.layers.append(layer)
@@ -192,7 +194,8 @@ class RankGroup:
     def together(self, tile: str, ids_are_64: bool, **extra: int) -> None:
         """One launch of all ranks on what `set_operands` named."""
         if tile not in self._together:
-            config = KernelConfig(self.spec, TILES[tile], all_ranks=True, timestamps=self.timeline is not None)
+            tile_config = self.layers[0].tiles[tile]
+            config = KernelConfig(self.spec, tile_config, all_ranks=True, timestamps=self.timeline is not None)
             fixed = self.layers[0].arguments(tile) | {
                 "grid": self.ctas * self.spec.ep_size,
                 "error": self.errors.data_ptr(),

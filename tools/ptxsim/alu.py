@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Register-only instructions: integers, predicates, fp32, f16 pairs and conversions.
 
-Approximations (rcp, ex2) are evaluated exactly and rounded once: hardware may differ in the last bit.
+Approximations (rcp, ex2) are those of approx.py: exact and rounded once, where no GPU's are given.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from . import values
+from . import approx, values
 from .errors import SimError, UnsupportedInstruction
 from .machine import LANES, Machine, Mask, Warp
 from .operands import group, value
@@ -203,8 +203,8 @@ def _f32(ins: Instruction, machine: Machine) -> Function:
         "min": _minimum(ins.has("NaN"), False),
         "max": _minimum(ins.has("NaN"), True),
         "div": lambda a, b: (a / b).astype(np.float32),
-        "rcp": lambda a: (1.0 / a.astype(np.float64)).astype(np.float32),
-        "ex2": lambda a: np.exp2(a.astype(np.float64)).astype(np.float32),
+        "rcp": lambda a: approx.evaluate("rcp", a),
+        "ex2": lambda a: approx.evaluate("ex2", a),
     }
     if base not in functions or any(p in ("rz", "rm", "rp", "sat") for p in ins.parts):
         raise UnsupportedInstruction(ins.text)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from trtllm_megamoe.weights.layout_base import ExpertBulk
-from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
 from trtllm_megamoe.weights.layout_sm100 import Sm100Layout
 from trtllm_megamoe.weights.spec import LayerShape
 
@@ -26,7 +25,6 @@ from .memory import GlobalMemory
 from .parse import Program, parse
 from .run import PATIENCE, RunReport, run_launch
 
-POOL_BLOCK_ROWS = 32
 TIMEOUT_NS = 1 << 40
 
 Tensors = Mapping[str, torch.Tensor]
@@ -101,11 +99,6 @@ def pack(tensors: Tensors, num_experts: int, layout: Any, shape: LayerShape) -> 
     return out
 
 
-def pool_rows(counts: list[int]) -> int:
-    """Rows that experts with these counts occupy."""
-    return sum(-(-c // POOL_BLOCK_ROWS) * POOL_BLOCK_ROWS for c in counts)
-
-
 class _Operands:
     """Buffers of one layer in global memory, addresses by argument name."""
 
@@ -129,64 +122,6 @@ class _Operands:
         return flat[:count].reshape(shape)
 
 
-def run_sm90(
-    kernel: KernelFile,
-    tensors: Tensors,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    grid: int = 2,
-    seed: int = 0,
-    launches: int = 1,
-    check_order: bool = True,
-    fault_ctas: int = 0,
-    timeout_ns: int = TIMEOUT_NS,
-    max_rounds: int = 20000,
-    patience: int = PATIENCE,
-) -> LayerRun:
-    """One Hopper layer of one rank; `launches` launches in a row on the same workspace, the last one's results."""
-    layer, tile = kernel.facts["layer"], kernel.facts["tile"]
-    experts, hidden, inter, top_k = (
-        layer[n] for n in ("num_local_experts", "hidden_size", "intermediate_size", "top_k")
-    )
-    count = x.shape[0]
-    rows = pool_rows([0]) + count * top_k + experts * POOL_BLOCK_ROWS
-    shape = LayerShape(hidden, inter, experts, top_k)
-    ops = _Operands(1 << 22)
-    packed = pack(tensors, experts, Sm90Layout(), shape)
-    ops.add("w1", packed["fc1_records"])
-    ops.add("w2", packed["fc2_records"])
-    ops.add("scales", scale_table(tensors, experts, layer["activation_mode"], 14))
-    _add_common(ops, layer, x, ids, weights, rows)
-    ops.add("pool", rows * hidden * 2)
-    ops.add("row_scale", rows * 4)
-    ops.add("row_weight", rows * 4)
-    ops.add("h", rows * inter * 2)
-    words = -(-count * top_k // 8) + experts
-    ops.add("ready", torch.zeros(2 * words, dtype=torch.int32))
-    n = tile["token_widths"]
-    for i, width in enumerate(n):
-        for name, buffer, columns in (("pool", "pool", hidden), ("h", "h", inter)):
-            ops.values[f"map{i}_{name}"] = TensorMap(
-                _at(ops, buffer), rows, 2 * columns, 2 * columns, width, 128, 16, True
-            )
-            ops.values[f"map{i}_{name}_rows"] = rows
-    ops.values |= {
-        "timeout_ns": timeout_ns,
-        "ready_words": words,
-        "ids_are_64": int(ids.dtype == torch.int64),
-        "fault_ctas": fault_ctas,
-        "lag": 2,
-    }
-    report = _launch(kernel, ops, grid, 1, seed, launches, check_order, max_rounds, patience)
-    buffers = {
-        "h": ops.tensor("h", torch.float16, rows, inter),
-        "pool": ops.tensor("pool", torch.float16, rows, hidden),
-    }
-    return _results(ops, layer, count, buffers, report)
-
-
 def run_sm100(
     kernel: KernelFile,
     tensors: Tensors,
@@ -203,7 +138,7 @@ def run_sm100(
     max_rounds: int = 20000,
     patience: int = PATIENCE,
 ) -> LayerRun:
-    """One Blackwell layer of one rank; arguments and results as :func:`run_sm90`.
+    """One Blackwell layer of one rank; `launches` launches in a row on the same workspace, the last one's results.
 
     `buffers` holds pool and fc1 output as codes, one a byte, and their scales by row and block.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several virtual ranks of the Hopper kernel in one interpreted launch: dispatch and combine through peers' memory.
+"""One or several virtual ranks of the Hopper kernel in one interpreted launch, dispatch and combine included.
 
 Each rank has its own workspace, laid out by the product's region table, in the one global memory; all ranks run at the
 same time, in any interleaving. Scopes count: a flag between ranks that is not `.sys` orders nothing.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from trtllm_megamoe.regions import Geometry, RegionTable, header_words
 from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
 from trtllm_megamoe.weights.spec import LayerShape
 
-from .layers import TIMEOUT_NS, KernelFile, Tensors, pack, scale_table
+from .layers import TIMEOUT_NS, KernelFile, LayerRun, Tensors, pack, scale_table
 from .machine import TensorMap
 from .memory import POISON, GlobalMemory
 from .run import PATIENCE, RunReport, run_launch
@@ -38,11 +39,18 @@ class RankInput:
 
 @dataclass(frozen=True)
 class RanksRun:
-    """Results: y (T, H) bf16 and the error record of every rank."""
+    """Results: y (T, H) bf16, the error record and a copy of both spaces of every rank."""
 
     y: list[torch.Tensor]
     errors: list[list[int]]
     report: RunReport
+    table: RegionTable
+    spaces: list[dict[str, torch.Tensor]]
+
+    def region(self, rank: int, name: str) -> torch.Tensor:
+        """Bytes of a region after the last launch."""
+        region = self.table[name]
+        return self.spaces[rank][region.space][region.offset_bytes : region.end_bytes]
 
 
 class _Rank:
@@ -77,7 +85,7 @@ class _Rank:
             words = torch.tensor(header_words(table, 1), dtype=torch.int64).view(torch.uint8)
             start = table["header"].offset_bytes
             contents[start : start + words.numel()] = words
-        return self.memory.add(f"{space} space of rank {self.rank}", contents.numpy())
+        return self.memory.add(self.name(f"{space} space"), contents.numpy())
 
     def add(self, name: str, contents: torch.Tensor | int) -> None:
         """A buffer of this rank that is a launch argument."""
@@ -87,6 +95,10 @@ class _Rank:
             self.values[name] = self.memory.add(self.name(name), data if data.size else 16)
         else:
             self.values[name] = self.memory.add(self.name(name), raw)
+
+    def space(self, space: str) -> torch.Tensor:
+        """A copy of a space."""
+        return torch.from_numpy(self.memory.view(self.name(f"{space} space")).copy())
 
     def name(self, buffer: str) -> str:
         """Unique over ranks."""
@@ -133,7 +145,8 @@ def run_sm90_ranks(
     memory = GlobalMemory(1 << 23)
     table = RegionTable(geometry)
     members = [_Rank(memory, table, kernel, rank) for rank in range(ranks)]
-    peers = torch.tensor([member.bases["shared"] for member in members], dtype=torch.int64)
+    bases = [member.bases["shared"] for member in members] if ranks > 1 else [0]  # one rank has addresses
+    peers = torch.tensor(bases, dtype=torch.int64)
     scales = scale_table(tensors, ranks * local_experts, layer["activation_mode"], 14)
     for rank, (member, given) in enumerate(zip(members, inputs, strict=True)):
         own = slice(rank * local_experts, (rank + 1) * local_experts)
@@ -180,11 +193,31 @@ def run_sm90_ranks(
             max_rounds=max_rounds,
             patience=patience,
         )
-    outputs, errors = [], []
+    outputs, spaces = [], []
     for member, given in zip(members, inputs, strict=True):
         raw = torch.from_numpy(memory.view(member.name("y")).copy()).view(torch.bfloat16)
         outputs.append(raw[: len(given.x) * hidden].reshape(len(given.x), hidden))
-        start = table["error_record"].offset_bytes
-        local = torch.from_numpy(memory.view(f"local space of rank {member.rank}").copy())
-        errors.append(local[start : start + 64].view(torch.int64).tolist())
-    return RanksRun(outputs, errors, report)
+        spaces.append({space: member.space(space) for space in ("shared", "local")})
+    run = RanksRun(outputs, [], report, table, spaces)
+    run.errors.extend(run.region(rank, "error_record").view(torch.int64).tolist() for rank in range(ranks))
+    return run
+
+
+def run_sm90(
+    kernel: KernelFile,
+    tensors: Tensors,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    fault_step: int = 0,
+    **options: Any,
+) -> LayerRun:
+    """One Hopper layer of one rank; options as for :func:`run_sm90_ranks`."""
+    layer, given = kernel.facts["layer"], RankInput(x, ids, weights)
+    cap = max(len(x), 1)
+    run = run_sm90_ranks(kernel, tensors, [given], max_tokens=cap, fault_steps=[fault_step], **options)
+    columns = {"pool": layer["hidden_size"], "fc1_out": layer["intermediate_size"]}
+    rows = {name: run.region(0, name).view(torch.float16).view(-1, width) for name, width in columns.items()}
+    route_rows = run.region(0, "route_rows").view(torch.int32).view(cap, layer["top_k"])[: len(x)]
+    return LayerRun(run.y[0], route_rows, {"pool": rows["pool"], "h": rows["fc1_out"]}, run.errors[0], run.report)
