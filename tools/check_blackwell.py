@@ -33,6 +33,13 @@ def config_of(facts: dict[str, Any]) -> KernelConfig:
 def expected_counts(config: KernelConfig) -> dict[str, int]:
     """PTX instructions (regular expressions at the start of a line) and how often each must appear."""
     steps = K_STAGE // K_ATOM
+    exchange = {
+        r"fence\.acq_rel\.sys": 1,  # in front of the size cells
+        r"st\.relaxed\.sys": 1,  # size cell
+        r"red\.release\.sys": 1,  # returned rows
+        r"ld\.acquire\.sys\.global\.b64": 6,  # two in each wait for a cell (two kinds of warps) and for returned rows
+    }
+    waits = 6 if config.exchange else 3
     return {
         r"tcgen05\.mma\.cta_group::1\.kind::mxf4nvf4\.block_scale\.block16": steps,
         r"tcgen05\.mma": steps,
@@ -49,12 +56,13 @@ def expected_counts(config: KernelConfig) -> dict[str, int]:
         r"cp\.async\.bulk\.tensor\.2d": 8,  # codes and scales of weights and tokens, two GEMMs
         r"mbarrier\.init": config.num_barriers,
         r"fence\.mbarrier_init": 1,
-        r"fence\.proxy\.async": 4,  # staging, token warp, epilogue, release warp
-        r"red\.release\.gpu": 3,  # staged tokens, fc1 block, fc2 tile
+        r"fence\.proxy\.async": 4,  # staging or pulled piece, token warp, epilogue, release warp
+        r"red\.release\.gpu": 3,  # staged tokens, fc1 block, fc2 tile or pulled piece
         r"ld\.acquire\.gpu": 6,  # two in each of three waits
-        r"ld\.acquire\.sys": 4,  # abort word in each wait and at the exit
-        r"st\.release\.sys": 3,
+        r"ld\.acquire\.sys\.global\.b32": waits + 3,  # abort word in each wait, at the exit, in a departure's record
+        r"st\.release\.sys": waits + (3 if config.exchange else 0),  # failures of waits and of two header words
         r"atom\.acq_rel\.gpu\.global\.add": 1,  # exit ticket
+        **(exchange if config.exchange else {}),
     }
 
 

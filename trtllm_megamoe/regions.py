@@ -24,7 +24,14 @@ REGION_ALIGN_BYTES = 256
 """Alignment of every region: TMA wants 128, one cache sector pair more keeps counters of two regions apart."""
 
 TOKEN_BLOCK_ROWS = 32
-"""Experts start at multiples of this many pool rows (Blackwell's scale atoms need 32; see docs/architecture.md)."""
+"""Pool rows of one `pool_ready` counter; experts start at multiples of it."""
+
+SCALE_ATOM_ROWS, SCALE_ATOM_COLUMNS, SCALE_ATOM_BYTES = 128, 64, 512
+"""A Blackwell scale atom: so many rows and columns of NVFP4 codes share so many bytes of e4m3 scales."""
+
+PoolLayout = Literal["f16", "sm_100"]
+"""What kernels keep token rows as: f16 values, or packed NVFP4 codes with their scales in atoms (experts then start at
+multiples of up to SCALE_ATOM_ROWS rows)."""
 
 COUNT_BITS = 24
 """A size cell is a u64 {epoch: upper 40 bits, count: lower 24}: it never wraps and zero is a fine start value."""
@@ -57,10 +64,11 @@ class Geometry:
     ep_size: int
     combine_format: CombineFormat
     activations: Literal["auto", "nvfp4", "bf16"]
+    pool_layout: PoolLayout = "f16"
 
     @classmethod
-    def from_config(cls, config: MegaMoeConfig, ep_size: int) -> Geometry:
-        """Take the layout facts of a layer's configuration."""
+    def from_config(cls, config: MegaMoeConfig, ep_size: int, pool_layout: PoolLayout = "f16") -> Geometry:
+        """Take the layout facts of a layer's configuration; `pool_layout` is the engine's."""
         return cls(
             config.hidden_size,
             config.intermediate_size,
@@ -70,6 +78,7 @@ class Geometry:
             ep_size,
             config.combine_format,
             config.activations,
+            pool_layout,
         )
 
     @property
@@ -88,10 +97,11 @@ class Geometry:
 
         Every route of every rank may hit this rank, even one expert of it (a token may name an expert K times), so
         the bound is R*T*K routes and not R*T*min(K, L). An expert with c > 0 rows occupies round_up(c, B), at most
-        c + B - 1 rows, and at most min(L, routes) experts are non-empty.
+        c + B - 1 rows, and at most min(L, routes) experts are non-empty. B is the largest that any kernel uses.
         """
+        block = TOKEN_BLOCK_ROWS if self.pool_layout == "f16" else SCALE_ATOM_ROWS
         routes = self.ep_size * self.routes_per_rank
-        return round_up(routes + min(self.num_local_experts, routes) * (TOKEN_BLOCK_ROWS - 1), TOKEN_BLOCK_ROWS)
+        return round_up(routes + min(self.num_local_experts, routes) * (block - 1), block)
 
     @property
     def max_token_blocks(self) -> int:
@@ -143,6 +153,9 @@ _ZERO_AT_START = frozenset(
         "pool_ready",
     }
 )
+
+_Entry = tuple[str, str, tuple[int, ...], str]
+"""Name, dtype, shape and purpose of a region."""
 
 _DTYPE_BYTES = {"u8": 1, "i32": 4, "u32": 4, "f32": 4, "f16": 2, "u64": 8}
 
@@ -212,15 +225,18 @@ class RegionTable:
 
     def _lay_out_local(self, g: Geometry) -> None:
         rows = g.max_pool_rows
+        if g.pool_layout == "f16":
+            rows_in, rows_between = _f16_rows(g)
+        else:
+            rows_in, rows_between = _atom_rows(g)
         for name, dtype, shape, purpose in (
             ("epoch", "u64", (1,), "number of finished launches; the running launch is epoch + 1"),
             ("expected_returns", "u64", (g.ep_size,), "rows sent out so far, per expert owner; cumulative"),
             ("error_record", "u64", (8,), "first failure: {set, rank, site, index, epoch, expected, seen, 0}"),
-            ("pool", "f16", (rows, g.hidden_size), "pulled token rows in expert order, decoded to f16"),
-            ("pool_row_scale", "f32", (rows,), "2^-p of a pulled row in bf16 activation mode, else 1"),
+            *rows_in,
             ("pool_weight", "f32", (rows,), "routing weight of a pulled row under before_requant"),
             ("pool_meta", "i32", (rows, 2), "{source rank, route} of each pool row"),
-            ("fc1_out", "f16", (rows, g.intermediate_size), "fc1 output after SwiGLU and requantisation, f16 values"),
+            *rows_between,
             ("launch_counters", "u32", (LAUNCH_COUNTER_WORDS,), "kernel: exit ticket and two banks of tile counters"),
             ("fc1_ready", "u32", (COUNTER_BANKS, g.max_token_blocks), "kernel: finished fc1 row tiles per token block"),
             (
@@ -232,6 +248,37 @@ class RegionTable:
             ("route_rows", "i32", (g.max_tokens_per_rank, g.top_k), "kernel: pool row of each own route, -1 if masked"),
         ):
             self._add("local", name, dtype, shape, purpose)
+
+
+def _f16_rows(g: Geometry) -> tuple[list[_Entry], list[_Entry]]:
+    """Regions of token rows and of fc1 output rows where both are f16."""
+    rows = g.max_pool_rows
+    pool = [
+        ("pool", "f16", (rows, g.hidden_size), "pulled token rows in expert order, decoded to f16"),
+        ("pool_row_scale", "f32", (rows,), "2^-p of a pulled row in bf16 activation mode, else 1"),
+    ]
+    return pool, [
+        ("fc1_out", "f16", (rows, g.intermediate_size), "fc1 output after SwiGLU and requantisation, f16 values")
+    ]
+
+
+def _atom_rows(g: Geometry) -> tuple[list[_Entry], list[_Entry]]:
+    """The same as packed NVFP4: two codes a byte, and atoms of 128 rows x 64 columns."""
+    rows = g.max_pool_rows
+    blocks = rows // SCALE_ATOM_ROWS
+    out = []
+    for name, scales, columns, what in (
+        ("pool", "pool_scales", g.hidden_size, "pulled token rows in expert order"),
+        ("fc1_out", "fc1_scales", g.intermediate_size, "fc1 output after SwiGLU and requantisation"),
+    ):
+        atoms = -(-columns // SCALE_ATOM_COLUMNS)
+        out.append(
+            [
+                (name, "u8", (rows, columns // 2), f"{what}: packed e2m1"),
+                (scales, "u8", (blocks, atoms, SCALE_ATOM_BYTES), f"{what}: e4m3 scales in atom order"),
+            ]
+        )
+    return out[0], out[1]
 
 
 def layout_digest(table: RegionTable) -> int:

@@ -29,7 +29,6 @@ _BLACKWELL_SOURCES = (
     "sm100",
     "sm90/config.py",
     "sm90/formulas.py",
-    "sm90/sites.py",
 )
 _SOURCES = {"sm_90a": _HOPPER_SOURCES, "sm_100a": _BLACKWELL_SOURCES, "sm_103a": _BLACKWELL_SOURCES}
 ARCHITECTURES = tuple(_SOURCES)

@@ -49,10 +49,10 @@ def test_compile_for_blackwell_and_hopper_share_no_object(cache_dir: Path) -> No
     assert {name.split("-")[0] for name in names} == {"sm_90a", "sm_100a", "sm_103a"}
 
 
-def test_compile_for_blackwell_of_several_ranks_is_refused_with_the_rule(cache_dir: Path) -> None:
+def test_compile_for_blackwell_of_several_ranks_compiles_kernels_with_an_exchange(cache_dir: Path) -> None:
     result = invoke("compile", "--preset", "deepseek-v4-pro", "--arch", "sm_100a", "--out", cache_dir)
-    assert result.exit_code != 0
-    assert "ep_size 8 must be 1" in result.output
+    assert result.exit_code == 0, result.output
+    assert all("-r8-" in entry.name for _, entry in ObjectCache(cache_dir).entries())
 
 
 def test_compile_for_blackwell_with_bf16_activations_is_refused(cache_dir: Path) -> None:

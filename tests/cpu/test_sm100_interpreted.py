@@ -13,6 +13,7 @@ from tests.helpers.sm100_case import Sm100Case
 from tests.helpers.synthetic import RoutingKind
 from tools.ptxsim import SimError
 from tools.ptxsim.mutate import mutants
+from vendored_kernels.common.sites import FAULT_STAGED
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_blackwell_kernel_second_launch_on_the_same_workspace_with_int32_ids_equ
 
 def test_blackwell_wait_that_never_ends_is_recorded_and_the_launch_ends() -> None:
     case = Sm100Case("b32", RoutingKind.RANDOM, 3)
-    run = case.run(fault_ctas=1, timeout_ns=20_000, check_order=False, patience=4000)
+    run = case.run(fault_step=FAULT_STAGED, timeout_ns=20_000, check_order=False, patience=4000)
     assert (run.error[0], run.error[2], run.error[5], run.error[6]) == (1, 1, 3, 2)
 
 

@@ -234,7 +234,7 @@ def test_lint_forbidden_instruction_is_a_fault(word: str) -> None:
 @given(ranks=st.integers(2, 16), local=st.integers(1, 32))
 def test_exchange_tables_do_not_overlap_and_fit_their_words(ranks: int, local: int) -> None:
     """The kernel's table offsets, read from its source (the module itself needs the DSL)."""
-    source = (Path(launch.__file__).parent / "sm90" / "exchange.py").read_text(encoding="utf-8")
+    source = (Path(launch.__file__).parent / "common" / "exchange.py").read_text(encoding="utf-8")
     body = source.split("class ExchangeOffsets:", 1)[1].split("\n\n\n", 1)[0]
     config = KernelConfig(dataclasses.replace(LAYER, ep_size=ranks, num_local_experts=local), TILES["n8"])
     space: dict[str, object] = {}

@@ -19,6 +19,7 @@ import torch
 from trtllm_megamoe.weights.layout_base import ExpertBulk
 from trtllm_megamoe.weights.layout_sm100 import Sm100Layout
 from trtllm_megamoe.weights.spec import LayerShape
+from vendored_kernels.sm100.config import ADDRESSES, NUMBERS
 
 from .machine import TensorMap
 from .memory import GlobalMemory
@@ -133,7 +134,7 @@ def run_sm100(
     seed: int = 0,
     launches: int = 1,
     check_order: bool = True,
-    fault_ctas: int = 0,
+    fault_step: int = 0,
     timeout_ns: int = TIMEOUT_NS,
     max_rounds: int = 20000,
     patience: int = PATIENCE,
@@ -185,9 +186,11 @@ def run_sm100(
         "timeout_ns": timeout_ns,
         "ready_words": words,
         "ids_are_64": int(ids.dtype == torch.int64),
-        "fault_ctas": fault_ctas,
+        "fault_step": fault_step,
         "lag": 2,
     }
+    for name in (*ADDRESSES, *NUMBERS):  # one rank reads none of the others
+        ops.values.setdefault(name, 0)
     report = _launch(kernel, ops, grid, 1, seed, launches, check_order, max_rounds, patience)
     buffers = {}
     for name, columns in (("pool", hidden), ("h", inter)):
@@ -221,6 +224,7 @@ def _add_common(
     ops.add("result_scales", max(count, 1) * top_k * max(-(-scale // 16) * 16, 16))
     for name, words in (("counters", 96), ("epoch", 2), ("error", 16), ("abort", 1)):
         ops.add(name, torch.zeros(words, dtype=torch.int32))
+    ops.values |= {f"{name}_at": ops.values[name] for name in ("abort", "results", "result_scales")}
 
 
 def _launch(

@@ -63,7 +63,7 @@ def _compile_selftest(target: Target, cache: ObjectCache, jobs: int) -> None:
     type=click.Choice([hopper.ARCH, *blackwell.ARCHS]),
     default=hopper.ARCH,
     show_default=True,
-    help="GPU target. Blackwell kernels (sm_100a, sm_103a) are for one rank and have not run on hardware.",
+    help="GPU target. Blackwell kernels (sm_100a, sm_103a) have not run on hardware.",
 )
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="Shape of a known model.")
 @click.option("--checkpoint", type=click.Path(exists=True, file_okay=False), help="Shape of a checkpoint directory.")

@@ -15,6 +15,9 @@ from .. import ptx
 FC1, FC2, END = 0, 1, 2
 """Kinds of tiles."""
 
+TABLE_BARRIER = 10
+"""Named barrier of the four single-purpose warps while they build the table."""
+
 BANK_WORDS = 32
 CLAIM, STAGED, FC2_DONE = 0, 8, 16
 """Words of a counter bank: next claim, CTAs whose tokens are staged, finished fc2 tiles; each in its own sector."""
@@ -183,11 +186,17 @@ def locate(slots: cutlass.Constexpr, tab: Int32, segment, tile):
 
 
 @cute.jit
-def clear_bank(next_bank: Int64, next_ready: Int64, ready_words, bidx, gdim, lane):
+def clear_bank(
+    next_bank: Int64, next_ready: Int64, ready_words, next_pool_ready: Int64, pool_ready_words, bidx, gdim, lane
+):
     """One warp: zeroes the other bank; the stream orders it before the next launch."""
     i = bidx * 32 + lane
     while i < ready_words:
         ptx.stg32(next_ready + Int64(i) * 4, 0)
+        i = i + gdim * 32
+    i = bidx * 32 + lane
+    while i < pool_ready_words:
+        ptx.stg32(next_pool_ready + Int64(i) * 4, 0)
         i = i + gdim * 32
     if bidx == 0:
         ptx.stg32(next_bank + Int64(lane) * 4, 0)

@@ -119,7 +119,7 @@ def sum_routes(
     warp,
     lane,
 ):
-    """y columns of this CTA's items by `warps` warps, an item being a few hundred columns of a token; a warp takes a run.
+    """y columns of this CTA's items by `warps` warps, an item being some columns of a token; a warp takes a run.
 
     For after all fc2 tiles are published; result rows by token * K + slot, added in slot order, one rounding.
     """

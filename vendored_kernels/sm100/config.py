@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from ..common.units import CONTROL_BYTES, DISPATCH_WARPS, RETURN_COLUMNS, SINGLE_WARPS, exchange_words
 from ..sm90.config import KernelConfigError, LayerSpec
 
 ARCHITECTURES = ("sm_100a", "sm_103a")
@@ -33,10 +34,14 @@ EPILOGUE_WARPS = 4
 """Warps that read TMEM: one per quarter of its lanes."""
 
 STAGING_WARPS = 8
-"""Warps that stage tokens and sum routes: the epilogue warps and as many helpers."""
+"""Warps that stage tokens and sum routes: the epilogue warps and as many helpers, which then pull rows of peers."""
+assert STAGING_WARPS == EPILOGUE_WARPS + DISPATCH_WARPS
 
-THREADS = 32 * (STAGING_WARPS + 4)
+THREADS = 32 * (STAGING_WARPS + SINGLE_WARPS)
 """All warps: 0-3 epilogue, 4-7 helpers, 8 MMA, 9 weights, 10 tokens, 11 releases."""
+
+PIECE_COLUMNS = 2048
+"""Columns of a token row that one warp pulls at a time, its loads all in flight; the unit of `pool_ready`."""
 
 MAX_SHARED_BYTES = 232448
 TMEM_COLUMNS = 512
@@ -111,8 +116,6 @@ def check_layer(layer: LayerSpec) -> None:
     """Raise :class:`KernelConfigError` with every rule of this kernel that a layer breaks, beside the common ones."""
     layer.check()
     faults = []
-    if layer.ep_size != 1:
-        faults.append(f"ep_size {layer.ep_size} must be 1: this kernel does not exchange rows between ranks")
     if layer.activation_mode != "nvfp4":
         faults.append(f"activation_mode {layer.activation_mode!r} must be 'nvfp4': the tensor cores take FP4 x FP4")
     if layer.intermediate_size % 32:
@@ -137,6 +140,52 @@ class KernelConfig:
         if stages < MIN_STAGES:
             raise KernelConfigError(f"tile configuration {self.tile.name!r}: {MIN_STAGES} stages do not fit")
         object.__setattr__(self, "stages", stages)
+
+    # ----------------------------------------------------------------------------------------------------- exchange
+    @property
+    def exchange(self) -> bool:
+        """Whether tokens go through `payload` and are pulled by the helper warps."""
+        return self.layer.ep_size > 1
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return THREADS
+
+    @property
+    def staging_threads(self) -> int:
+        """Threads that place routes and stage tokens."""
+        return 32 * STAGING_WARPS
+
+    @property
+    def publish_barrier_threads(self) -> int:
+        """None: those that publish have staged, and met the others after it."""
+        return 0
+
+    @property
+    def token_block(self) -> int:
+        """Tokens of a full token block."""
+        return self.tile.tokens
+
+    @property
+    def return_pieces(self) -> int:
+        """Pieces of a result row in an fc2 tile, the unit of the return counters."""
+        return TILE_ROWS // RETURN_COLUMNS
+
+    @property
+    def row_pieces(self) -> int:
+        """Pieces of a pulled row, arrivals per row on `pool_ready`; 0 where this rank stages all tokens itself."""
+        return -(-self.layer.hidden_size // PIECE_COLUMNS) if self.exchange else 0
+
+    @property
+    def route_table_experts(self) -> int:
+        """Expert slots of the tables that count this rank's routes: all experts of the layer."""
+        return -(-self.layer.num_experts // 32) * 32
+
+    @property
+    def exchange_words(self) -> int:
+        """32-bit words of the exchange's tables (common/exchange.py); 0 without one."""
+        return exchange_words(self.layer.ep_size, self.layer.num_local_experts, self.route_table_experts)
 
     # -------------------------------------------------------------------------------------------------------- tiles
     @property
@@ -227,7 +276,8 @@ class KernelConfig:
         """Shared memory besides the stages, alignment slack included."""
         barriers = 8 * (2 * self.tile.max_stages + 4 + 4 * RING_SLOTS)
         rows = RING_SLOTS * self.tile.tokens * 4 * self.row_words
-        return 1024 + 512 + barriers + rows + self.table_words * 4 + RING_SLOTS * 32 + self.epilogue_bytes
+        tables = (self.table_words + self.exchange_words) * 4 + CONTROL_BYTES + RING_SLOTS * 32
+        return 1024 + 512 + barriers + rows + tables + self.epilogue_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -315,8 +365,8 @@ TILES: dict[str, TileConfig] = {tile.name: tile for tile in (TileConfig(f"b{n}",
 
 
 def choose_tile(layer: LayerSpec, num_tokens: int) -> TileConfig:
-    """The tile for a bucket of `num_tokens` tokens, from the mean rows of an expert (EP = 1); never measured."""
-    mean = num_tokens * layer.top_k / layer.num_local_experts
+    """The tile for a bucket of `num_tokens` tokens per rank, from the mean rows of an expert; never measured."""
+    mean = num_tokens * layer.top_k / layer.num_local_experts  # every rank sends as many as it receives
     return next((TILES[f"b{n}"] for n in TOKEN_BLOCKS[:-1] if mean <= 0.75 * n), TILES["b256"])
 
 
@@ -343,17 +393,42 @@ ADDRESSES = (
     "route_rows",
     "h",
     "h_scales",
-    "results",
-    "result_scales",
     "counters",
     "ready",
+    "pool_ready",
     "epoch",
+    "expected_returns",
     "error",
-    "abort",
     "timeout_ns",
+    "peers",
+    "abort_at",
+    "header_at",
+    "cells_at",
+    "returns_at",
+    "index_at",
+    "payload_at",
+    "payload_scales_at",
+    "route_weights_at",
+    "results_at",
+    "result_scales_at",
 )
-"""64-bit arguments: addresses (operands in kernel.py) and the timeout in nanoseconds."""
+"""64-bit arguments: addresses (operands in kernel.py), the timeout in nanoseconds, and `*_at`: a shared region's offset
+behind a rank's base in the table `peers`; for one rank they are addresses and the table is not read."""
 
-NUMBERS = ("pool_rows", "ready_words", "ids_are_64", "fault_ctas", "lag", "grid")
-"""32-bit arguments: pool capacity (a multiple of 128), ready counters per bank, 1 for int64 ids, CTAs that never stage
-(0; a test's way to a timeout), fc1 lag, CTAs."""
+NUMBERS = (
+    "pool_rows",
+    "ready_words",
+    "pool_ready_words",
+    "index_row_words",
+    "payload_row_bytes",
+    "payload_scale_row_bytes",
+    "ids_are_64",
+    "fault_step",
+    "dry",
+    "lag",
+    "rank",
+    "grid",
+)
+"""32-bit arguments: pool capacity (a multiple of 128); ready and pool-ready counters per bank; routes of one source (T
+times K at the cap); strides of the staged rows; 1 for int64 ids; the step before which this rank stops (0; a test's way
+to a timeout, see `common/sites.py`); 1 to load the code and do nothing; fc1 lag; this rank; CTAs."""

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from .. import ptx
 from ..common import tiles, wire
+from ..common.waits import COUNT_BITS
 from . import instructions
 from .config import (
     EPILOGUE_TOKENS,
@@ -109,6 +110,7 @@ def fc2_pass(
     alpha: Float32,
     buffer: Int32,
     rows_at: Int32,
+    bases: Int32,
     results: Int64,
     result_scales: Int64,
     token0,
@@ -116,7 +118,10 @@ def fc2_pass(
     row_tile,
     tid,
 ):
-    """32 tokens x 128 columns of result rows: bf16 through shared memory, then the wire format, 8 columns a thread."""
+    """32 tokens x 128 columns of result rows: bf16 through shared memory, then the wire format, 8 columns a thread.
+
+    `bases`: the shared table of bases, where rows go to several ranks; then results are offsets behind them.
+    """
     hidden = const_expr(layer.hidden_size)
     for t in cutlass.range_constexpr(EPILOGUE_TOKENS):
         instructions.sts16(buffer + t * ROW_PITCH + tid * 2, instructions.round_bf16(ptx.mul_rn(values[t], alpha)))
@@ -127,11 +132,15 @@ def fc2_pass(
         column = row_tile * TILE_ROWS + chunk * 8
         words = ptx.lds128(buffer + token * ROW_PITCH + chunk * 16)
         store = Int32(1) if token0 + token < valid and column < hidden else Int32(0)
-        route = Int64(0)
+        word = Int32(0)
         if store != 0:
-            route = Int64(ptx.lds32(rows_at + (token0 + token) * 4))
-        data = results + route * layer.data_row_bytes
-        scale = result_scales + route * layer.scale_row_bytes
+            word = ptx.lds32(rows_at + (token0 + token) * 4)
+        base, route = Int64(0), Int64(word)
+        if const_expr(layer.ep_size > 1):
+            base = ptx.lds64(bases + (word >> COUNT_BITS) * 8)
+            route = Int64(word & ((1 << COUNT_BITS) - 1))
+        data = base + results + route * layer.data_row_bytes
+        scale = base + result_scales + route * layer.scale_row_bytes
         if const_expr(layer.combine_format == "bf16"):
             ptx.stg128_if(data + column * 2, *words, store)
         elif const_expr(layer.combine_format == "fp8"):
@@ -150,6 +159,7 @@ def epilogue_warps(
     info: Int32,
     rows_at: Int32,
     buffer: Int32,
+    bases: Int32,
     tmem,
     scales: Int64,
     h: Int64,
@@ -224,6 +234,7 @@ def epilogue_warps(
                             alpha,
                             buffer,
                             words_at,
+                            bases,
                             results,
                             result_scales,
                             token0,

@@ -67,16 +67,31 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint8, co
 from cutlass.cute.nvgpu import cpasync
 
 from .. import ptx
-from ..common import routing, tiles, wire
-from ..common.waits import wait_at_least
-from ..sm90.sites import SITE_FC2
+from ..common import exchange, routing, tiles, wire
+from ..common.exchange import PRODUCER_BARRIER, PRODUCER_THREADS, ExchangeOffsets
+from ..common.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED, SITE_FC2
+from ..common.tiles import TABLE_BARRIER
+from ..common.units import CONTROL_BYTES
+from ..common.waits import (
+    ABORT,
+    ABORT_AT,
+    CTAS,
+    ERROR,
+    GIVEN_UP,
+    LAUNCH,
+    PEERS,
+    RANK,
+    TIMEOUT,
+    TOKENS,
+    record_departure,
+    wait_at_least,
+)
 from . import epilogue, mainloop, staging
-from .config import K_STAGE, RING_SLOTS, STAGING_WARPS, THREADS, KernelConfig
+from .config import EPILOGUE_WARPS, K_STAGE, RING_SLOTS, STAGING_WARPS, THREADS, KernelConfig
 from .instructions import fence_after_sync, fence_before_sync
 
 STAGING_BARRIER = 9
-"""Named barrier of the staging warps; 1 is the epilogue's own, 10 the four other warps'."""
-TABLE_BARRIER = 10
+"""Named barrier of the staging warps; 1 is the epilogue's own, 10 the four other warps', 11 theirs and the helpers'."""
 
 
 class Sm100MegaMoeNvfp4Kernel:
@@ -106,19 +121,35 @@ class Sm100MegaMoeNvfp4Kernel:
         route_rows: Int64,
         h: Int64,
         h_scales: Int64,
-        results: Int64,
-        result_scales: Int64,
         counters: Int64,
         ready: Int64,
+        pool_ready: Int64,
         epoch: Int64,
+        expected_returns: Int64,
         error: Int64,
-        abort: Int64,
         timeout_ns: Int64,
+        peers: Int64,
+        abort_at: Int64,
+        header_at: Int64,
+        cells_at: Int64,
+        returns_at: Int64,
+        index_at: Int64,
+        payload_at: Int64,
+        payload_scales_at: Int64,
+        route_weights_at: Int64,
+        results_at: Int64,
+        result_scales_at: Int64,
         pool_rows: Int32,
         ready_words: Int32,
+        pool_ready_words: Int32,
+        index_row_words: Int32,
+        payload_row_bytes: Int32,
+        payload_scale_row_bytes: Int32,
         ids_are_64: Int32,
-        fault_ctas: Int32,
+        fault_step: Int32,
+        dry: Int32,
         lag: Int32,
+        rank: Int32,
         grid: Int32,
         stream,
     ):
@@ -145,8 +176,10 @@ class Sm100MegaMoeNvfp4Kernel:
             rfull: cute.struct.MemRange[Int64, RING_SLOTS]
             info: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * 8], 16]
             hold: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
+            control: cute.struct.Align[cute.struct.MemRange[Int32, CONTROL_BYTES // 4], 16]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * cfg.tile.tokens], 16]
             table: cute.struct.Align[cute.struct.MemRange[Int32, cfg.table_words], 16]
+            exchange: cute.struct.Align[cute.struct.MemRange[Int32, max(cfg.exchange_words, 4)], 16]
             buffer: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.epilogue_bytes], 128]
             weights: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * 128 * K_STAGE // 2], 1024]
             tokens: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.tile.tokens * K_STAGE // 2], 1024]
@@ -172,18 +205,34 @@ class Sm100MegaMoeNvfp4Kernel:
             route_rows,
             h,
             h_scales,
-            results,
-            result_scales,
             counters,
             ready,
+            pool_ready,
             epoch,
+            expected_returns,
             error,
-            abort,
             timeout_ns,
+            peers,
+            abort_at,
+            header_at,
+            cells_at,
+            returns_at,
+            index_at,
+            payload_at,
+            payload_scales_at,
+            route_weights_at,
+            results_at,
+            result_scales_at,
             ready_words,
+            pool_ready_words,
+            index_row_words,
+            payload_row_bytes,
+            payload_scale_row_bytes,
             ids_are_64,
-            fault_ctas,
+            fault_step,
+            dry,
             lag,
+            rank,
         ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
@@ -206,18 +255,34 @@ class Sm100MegaMoeNvfp4Kernel:
         route_rows: Int64,
         h: Int64,
         h_scales: Int64,
-        results: Int64,
-        result_scales: Int64,
         counters: Int64,
         ready: Int64,
+        pool_ready: Int64,
         epoch: Int64,
+        expected_returns: Int64,
         error: Int64,
-        abort: Int64,
         timeout_ns: Int64,
+        peers: Int64,
+        abort_at: Int64,
+        header_at: Int64,
+        cells_at: Int64,
+        returns_at: Int64,
+        index_at: Int64,
+        payload_at: Int64,
+        payload_scales_at: Int64,
+        route_weights_at: Int64,
+        results_at: Int64,
+        result_scales_at: Int64,
         ready_words: Int32,
+        pool_ready_words: Int32,
+        index_row_words: Int32,
+        payload_row_bytes: Int32,
+        payload_scale_row_bytes: Int32,
         ids_are_64: Int32,
-        fault_ctas: Int32,
+        fault_step: Int32,
+        dry: Int32,
         lag: Int32,
+        rank: Int32,
     ):
         """The device side: set up, count routes, then the roles."""
         cfg = self.cfg
@@ -259,6 +324,11 @@ class Sm100MegaMoeNvfp4Kernel:
         )
         at = const_expr(tiles.TableOffsets(slots))
         counts, cursors = table + at.rows, table + at.cursors
+        control, ex = Int32(memory.control.data_ptr().toint()), Int32(memory.exchange.data_ptr().toint())
+        bases = ex
+        if const_expr(cfg.exchange):
+            ex_at = const_expr(ExchangeOffsets(cfg))
+            counts, cursors, bases = ex + ex_at.counts, ex + ex_at.cursors, ex + ex_at.peers
 
         if warp == STAGING_WARPS:
             for i in cutlass.range_constexpr(4):
@@ -274,26 +344,55 @@ class Sm100MegaMoeNvfp4Kernel:
         if warp == 0:
             cute.arch.alloc_tmem(cfg.tmem_allocated, hold)
             cute.arch.relinquish_tmem_alloc_permit()
+        abort = abort_at
+        if const_expr(cfg.exchange):
+            abort = ptx.ldg64(peers + Int64(rank) * 8) + abort_at
         # One round trip for all three; the launch number's parity picks the bank.
         tokens, launch, aborted = ptx.ldg32(num_tokens), ptx.ldg32(epoch), ptx.ldg32(abort)
+        if tidx == 0:  # what waits and the end of the launch need
+            ptx.sts64(control + LAUNCH, ptx.ldg64(epoch))
+            ptx.sts32(control + TOKENS, tokens)
+            ptx.sts32(control + RANK, rank)
+            ptx.sts64(control + ERROR, error)
+            ptx.sts64(control + ABORT, abort)
+            ptx.sts64(control + TIMEOUT, timeout_ns)
+            ptx.sts64(control + PEERS, peers)
+            ptx.sts64(control + ABORT_AT, abort_at)
+            ptx.sts32(control + GIVEN_UP, 0)
+            ptx.sts32(control + CTAS, gdim)
         i = tidx
-        while i < slots:
+        while i < const_expr(cfg.route_table_experts if cfg.exchange else slots):
             ptx.sts32(counts + i * 4, 0)
             ptx.sts32(cursors + i * 4, 0)
             i = i + THREADS
+        if const_expr(cfg.exchange):
+            i = tidx
+            while i < slots:  # experts that only pad the table have no rows
+                ptx.sts32(table + at.rows + i * 4, 0)
+                i = i + THREADS
+            exchange.load_peers(cfg, ex, peers, tidx)
         fence_before_sync()
         cute.arch.sync_threads()
         fence_after_sync()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, hold)
-        if aborted == 0:
+        if aborted == 0 and dry == 0:
             bank_index = launch & 1
             bank = counters + Int64(tiles.FIRST_BANK + bank_index * tiles.BANK_WORDS) * 4
             ready_bank = ready + Int64(bank_index * ready_words) * 4
+            pool_bank = pool_ready + Int64(bank_index * pool_ready_words) * 4
             first_token = tokens * bidx // gdim
             own_tokens = tokens * (bidx + 1) // gdim - first_token
-            staging_ctas = (tokens if tokens < gdim else gdim) + fault_ctas  # those with at least one token
+            staging_ctas = tokens if tokens < gdim else gdim  # those with at least one token
+            if const_expr(cfg.exchange):
+                if tokens <= exchange.FEW_TOKENS:
+                    first_token = Int32(0)
+                    own_tokens = tokens if bidx == 0 else Int32(0)
+                    staging_ctas = Int32(0)
+                elif tokens >= gdim:  # CTA 0 has tokens of its own
+                    staging_ctas = gdim - 1
+            staging_ctas = staging_ctas + (Int32(1) if fault_step == FAULT_STAGED else Int32(0))
             routing.count_routes(
-                experts,
+                layer.num_experts,
                 THREADS,
                 counts,
                 cursors,
@@ -304,11 +403,17 @@ class Sm100MegaMoeNvfp4Kernel:
                 tidx,
             )
             cute.arch.sync_threads()
-            if warp == 0:
+            if const_expr(cfg.exchange):
+                exchange.lay_out_sends(cfg, ex, warp, lane)
+            elif warp == 0:
                 routing.lay_out_pool(slots, cfg.pool_block_rows, counts, table + at.first_row, cursors, lane)
             cute.arch.sync_threads()
             if warp >= STAGING_WARPS:
-                blocks, _live = tiles.build_table(
+                thread = tidx - STAGING_WARPS * 32
+                if const_expr(cfg.exchange):
+                    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, thread)
+                blocks, live = tiles.build_table(
                     experts,
                     slots,
                     cfg.tile.tokens,
@@ -317,8 +422,11 @@ class Sm100MegaMoeNvfp4Kernel:
                     TABLE_BARRIER,
                     table,
                     lag,
-                    tidx - STAGING_WARPS * 32,
+                    thread,
                 )
+                if const_expr(cfg.exchange):
+                    exchange.share_table(cfg, ex, blocks, live, thread)
+                    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
                 if warp == STAGING_WARPS:
                     mainloop.mma_warp(cfg, bars, info, mma, smem, layouts, tmem, lane)
                 elif warp == STAGING_WARPS + 1:
@@ -335,84 +443,157 @@ class Sm100MegaMoeNvfp4Kernel:
                         maps2,
                         mma,
                         targets,
+                        table,
+                        control,
                         row_meta,
                         row_weight,
                         bank,
                         ready_bank,
+                        pool_bank,
                         staging_ctas,
-                        error,
-                        abort,
-                        timeout_ns,
-                        launch,
                         lane,
                     )
                 else:
+                    if const_expr(cfg.exchange):
+                        if bidx == 0 and lane < layer.ep_size:
+                            exchange.compare_headers(cfg, ex, control, header_at, lane)
                     other = 1 - bank_index
                     tiles.clear_bank(
                         counters + Int64(tiles.FIRST_BANK + other * tiles.BANK_WORDS) * 4,
                         ready + Int64(other * ready_words) * 4,
                         ready_words,
+                        pool_ready + Int64(other * pool_ready_words) * 4,
+                        pool_ready_words,
                         bidx,
                         gdim,
                         lane,
                     )
-                    mainloop.release_warp(bars, info, bank, ready_bank, lane)
+                    mainloop.release_warp(
+                        cfg, bars, info, bank, ready_bank, ex, table, control, returns_at, fault_step, lane
+                    )
             else:
-                routing.place_routes(
-                    experts,
-                    layer.weigh_before_requant,
-                    STAGING_WARPS * 32,
-                    cursors,
-                    ids,
-                    ids_are_64,
-                    route_weights,
-                    row_meta,
-                    row_weight,
-                    route_rows,
-                    first_token * layer.top_k,
-                    own_tokens * layer.top_k,
-                    tidx,
-                )
-                cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
+                first_route, own_routes = first_token * layer.top_k, own_tokens * layer.top_k
+                target = (pool, pool_scales)
+                if const_expr(cfg.exchange):
+                    exchange.place_routes(
+                        cfg,
+                        ex,
+                        ids,
+                        ids_are_64,
+                        route_weights,
+                        index_at,
+                        index_row_words,
+                        route_weights_at,
+                        rank,
+                        first_route,
+                        own_routes,
+                        tidx,
+                    )
+                    own = ptx.lds64(bases + rank * 8)
+                    target = (own + payload_at, payload_row_bytes, own + payload_scales_at, payload_scale_row_bytes)
+                else:
+                    routing.place_routes(
+                        experts,
+                        layer.weigh_before_requant,
+                        STAGING_WARPS * 32,
+                        cursors,
+                        ids,
+                        ids_are_64,
+                        route_weights,
+                        row_meta,
+                        row_weight,
+                        route_rows,
+                        first_route,
+                        own_routes,
+                        tidx,
+                    )
+                    cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
                 qs = ptx.as_float(ptx.ldg32(scales + experts * 16))
-                staging.stage_tokens(layer, x, pool, pool_scales, route_rows, qs, first_token, own_tokens, warp, lane)
-                ptx.fence_proxy_async()
+                staging.stage_tokens(cfg, x, target, route_rows, qs, first_token, own_tokens, warp, lane)
+                if const_expr(not cfg.exchange):
+                    ptx.fence_proxy_async()
                 cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
                 if tidx == 0 and own_tokens > 0:
-                    ptx.flag_add_release_gpu(bank + tiles.STAGED * 4, 1)
-                if warp < 4:
+                    if const_expr(cfg.exchange):
+                        if bidx > 0:
+                            ptx.flag_add_release_gpu(bank + tiles.STAGED * 4, 1)
+                    else:
+                        ptx.flag_add_release_gpu(bank + tiles.STAGED * 4, 1)
+                if warp < EPILOGUE_WARPS:
                     fc2_tiles = epilogue.epilogue_warps(
                         cfg,
                         bars,
                         info,
                         rows_at,
                         buffer,
+                        bases,
                         tmem,
                         scales,
                         h,
                         h_scales,
-                        results,
-                        result_scales,
+                        results_at,
+                        result_scales_at,
                         tidx,
                         warp,
                         lane,
                     )
                     if tidx == 0:
                         ptx.sts32(hold_at + 4, fc2_tiles)
-                cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
-                if own_tokens > 0:
-                    if lane == 0:
-                        wait_at_least(
-                            bank + tiles.FC2_DONE * 4,
-                            ptx.lds32(hold_at + 4),
-                            error,
-                            abort,
-                            timeout_ns,
-                            SITE_FC2,
-                            0,
-                            launch,
+                elif const_expr(cfg.exchange):
+                    if bidx == 0 and fault_step != FAULT_PUBLISH:
+                        exchange.publish(
+                            cfg,
+                            ex,
+                            control,
+                            bank + tiles.STAGED * 4,
+                            staging_ctas,
+                            cells_at,
+                            header_at,
+                            scales + experts * 16 + 8,
+                            tidx - EPILOGUE_WARPS * 32,
                         )
+                    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, tidx)  # 128 and up
+                    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
+                    if fault_step != FAULT_PULL:
+                        exchange.pull(
+                            cfg,
+                            cfg.row_pieces,
+                            staging.copy_piece,
+                            (pool, pool_scales, row_weight),
+                            ex,
+                            table,
+                            control,
+                            row_meta,
+                            pool_bank,
+                            index_at,
+                            index_row_words,
+                            payload_at,
+                            payload_row_bytes,
+                            payload_scales_at,
+                            payload_scale_row_bytes,
+                            route_weights_at,
+                            bidx,
+                            gdim,
+                            warp - EPILOGUE_WARPS,
+                            lane,
+                        )
+                cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
+                items = tokens * wire.items_per_token(layer)
+                first_item = Int32(Int64(items) * Int64(bidx) // Int64(gdim))
+                own_items = Int32(Int64(items) * Int64(bidx + 1) // Int64(gdim)) - first_item
+                results, result_scales = results_at, result_scales_at
+                if const_expr(cfg.exchange):
+                    own = ptx.lds64(bases + rank * 8)
+                    results, result_scales = own + results_at, own + result_scales_at
+                    if warp == 0 and (own_items > 0 or bidx == 0):
+                        exchange.wait_for_own_rows(cfg, ex, control, returns_at, expected_returns, lane)
+                    cute.arch.barrier(barrier_id=STAGING_BARRIER, number_of_threads=STAGING_WARPS * 32)
+                elif own_items > 0:
+                    if lane == 0:
+                        wait_at_least(bank + tiles.FC2_DONE * 4, ptx.lds32(hold_at + 4), control, 1, SITE_FC2, 0)
                     cute.arch.sync_warp()
+                if own_items > 0:
                     wire.sum_routes(
                         layer,
                         STAGING_WARPS,
@@ -422,8 +603,8 @@ class Sm100MegaMoeNvfp4Kernel:
                         results,
                         result_scales,
                         y,
-                        first_token * wire.items_per_token(layer),
-                        own_tokens * wire.items_per_token(layer),
+                        first_item,
+                        own_items,
                         warp,
                         lane,
                     )
@@ -431,7 +612,13 @@ class Sm100MegaMoeNvfp4Kernel:
                     if ptx.flag_fetch_add_acq_rel_gpu(counters + tiles.EXIT_WORD * 4, 1) == gdim - 1:
                         ptx.stg32(counters + tiles.EXIT_WORD * 4, 0)
                         if ptx.flag_load_acquire_sys(abort) == 0:
-                            ptx.stg64(epoch, ptx.ldg64(epoch) + 1)
+                            if const_expr(cfg.exchange):
+                                exchange.advance_expected(cfg, ex, expected_returns)
+                            ptx.stg64(epoch, ptx.lds64(control + LAUNCH) + 1)
+                        else:
+                            record_departure(control)
+        elif dry == 0 and bidx == 0 and tidx == 0:
+            record_departure(control)
         fence_before_sync()
         cute.arch.sync_threads()  # nobody may touch TMEM after this point
         if warp == 0:

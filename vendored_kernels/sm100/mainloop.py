@@ -14,9 +14,10 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx
-from ..common import tiles
-from ..common.waits import wait_at_least
-from ..sm90.sites import SITE_FC1, SITE_STAGED
+from ..common import exchange, tiles
+from ..common.sites import SITE_FC1, SITE_POOL, SITE_STAGED
+from ..common.units import READY_ROWS
+from ..common.waits import COUNT_BITS, GIVEN_UP, RANK, wait_at_least
 from . import instructions
 from .config import (
     ATOM_ROWS,
@@ -31,7 +32,11 @@ from .config import (
 )
 
 INFO_BYTES = 32
-"""A ring entry: {kind, expert, row tile, first pool row, valid rows, token block of the launch, -, -}."""
+"""A ring entry: {kind, expert, row tile, first pool row, valid rows, token block of the launch, -, given up}. The last
+word is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is finished."""
+
+MOST_UNANNOUNCED = 8
+"""Finished fc2 tiles that other ranks are told of at once."""
 
 GROUP = tcgen05.CtaGroup.ONE
 
@@ -225,6 +230,23 @@ def weight_warp(cfg, bars, table: Int32, blocks, info: Int32, maps1, maps2, mma,
 
 
 @cute.jit
+def _wait_for_rows(cfg, table: Int32, entry: Int32, control: Int32, pool_ready: Int64, lane):
+    """T: until the pulled rows of all 32-row blocks that a tile touches are there, lane l for its l-th; 1: gave up."""
+    at = const_expr(tiles.TableOffsets(cfg.table_experts))
+    row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
+    block = row0 // READY_ROWS + lane
+    first = block * READY_ROWS
+    gave_up = Int32(0)
+    if first < row0 + valid:
+        expert = ptx.lds32(entry + 4) * 4
+        rows = ptx.lds32(table + at.first_row + expert) + ptx.lds32(table + at.rows + expert) - first
+        rows = rows if rows < READY_ROWS else Int32(READY_ROWS)
+        counter = pool_ready + Int64(block) * 4
+        gave_up = wait_at_least(counter, rows * cfg.row_pieces, control, cfg.layer.ep_size, SITE_POOL, block)
+    return gave_up
+
+
+@cute.jit
 def token_warp(
     cfg,
     bars,
@@ -234,25 +256,23 @@ def token_warp(
     maps2,
     mma,
     smem,
+    table: Int32,
+    control: Int32,
     row_meta: Int64,
     row_weight: Int64,
     bank: Int64,
     ready: Int64,
+    pool_ready: Int64,
     staging_ctas,
-    error: Int64,
-    abort: Int64,
-    timeout_ns: Int64,
-    epoch,
     lane,
 ):
     """T: waits until a tile's tokens are readable, fetches each row's route or weight, then streams the tokens."""
     ifull, iempty, rfull = bars[4], bars[5], bars[7]
-    layer, block_rows = cfg.layer, const_expr(cfg.tile.tokens)
+    layer, block_rows, ranks = cfg.layer, const_expr(cfg.tile.tokens), const_expr(cfg.layer.ep_size)
     stage, phase = Int32(0), Int32(1)
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(tiles.FC1)
     staged = Int32(0)
-    gave_up = Int32(0)
     while kind != tiles.END:
         cute.arch.mbarrier_wait(ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
@@ -260,48 +280,51 @@ def token_warp(
         row0 = ptx.lds32(entry + 12)
         valid = ptx.lds32(entry + 16)
         counter = ptx.lds32(entry + 20)
-        cute.arch.sync_warp()
         if kind != tiles.END:
-            if staged == 0:
-                if gave_up == 0:
-                    gave_up = wait_at_least(
-                        bank + tiles.STAGED * 4, staging_ctas, error, abort, timeout_ns, SITE_STAGED, 0, epoch
-                    )
-                staged = Int32(1)
+            gave_up = ptx.lds32(control + GIVEN_UP)
+            if gave_up == 0:
+                if const_expr(cfg.exchange):
+                    gave_up = _wait_for_rows(cfg, table, entry, control, pool_ready, lane)
+                    cute.arch.sync_warp()  # what one lane has acquired, all lanes read
+                elif staged == 0:
+                    gave_up = wait_at_least(bank + tiles.STAGED * 4, staging_ctas, control, ranks, SITE_STAGED, 0)
+                    staged = Int32(1)
+            gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
             mine = rows_at + slot * (block_rows * 4)
             j = lane
             while j < valid:
                 row = Int64(row0 + j)
                 if kind == tiles.FC2:
-                    ptx.sts32(mine + j * 4, ptx.ldg32(row_meta + row * 8 + 4))
+                    # After a failure nothing says whose rows these are: they go to a row of this rank.
+                    source, word = ptx.ldg_pair_if(row_meta + row * 8, Int32(1) - gave_up)
+                    if const_expr(ranks > 1):
+                        source = source if gave_up == 0 else ptx.lds32(control + RANK)
+                        word = word + source * (1 << COUNT_BITS)
+                    ptx.sts32(mine + j * 4, word)
                 else:
                     if const_expr(layer.weigh_before_requant):
                         ptx.sts32(mine + j * 4, ptx.ldg32(row_weight + row * 4))
                 j = j + 32
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(rfull + slot)
             if kind == tiles.FC2:
                 if gave_up == 0:
                     gave_up = wait_at_least(
-                        ready + Int64(counter) * 4,
-                        cfg.fc1_row_tiles,
-                        error,
-                        abort,
-                        timeout_ns,
-                        SITE_FC1,
-                        counter,
-                        epoch,
+                        ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
                     )
+                gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
+            if lane == 0:
+                ptx.sts32(entry + 28, gave_up)
+                ptx.sts32(control + GIVEN_UP, gave_up)
             ptx.fence_proxy_async()
             cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(rfull + slot)
             if kind == tiles.FC1:
                 stage, phase = _token_tile(cfg, cfg.fc1_k_tiles, maps1, mma, smem, row0, bars, stage, phase)
             else:
                 stage, phase = _token_tile(cfg, cfg.fc2_k_tiles, maps2, mma, smem, row0, bars, stage, phase)
+        cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
         if lane == 0:
             cute.arch.mbarrier_arrive(iempty + slot)
-        cute.arch.sync_warp()
         slot = slot + 1
         if slot == RING_SLOTS:
             slot = Int32(0)
@@ -408,27 +431,64 @@ def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
 
 
 @cute.jit
-def release_warp(bars, info: Int32, bank: Int64, ready: Int64, lane):
-    """R: publishes finished tiles, so that no epilogue warp waits for a release."""
+def release_warp(
+    cfg,
+    bars,
+    info: Int32,
+    bank: Int64,
+    ready: Int64,
+    ex: Int32,
+    table: Int32,
+    control: Int32,
+    returns_at: Int64,
+    fault_step,
+    lane,
+):
+    """R: publishes finished tiles, so that no epilogue warp waits for a release.
+
+    Announcing result rows to other ranks costs a fence of the whole system, so it is done when no further tile is
+    finished, or for MOST_UNANNOUNCED tiles at once. Nothing is left at the end: the entry that ends the list is never a
+    finished tile.
+    """
     ifull, iempty, done = bars[4], bars[5], bars[6]
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(tiles.FC1)
+    rows = Int32(0)
+    unannounced = Int32(0)
     while kind != tiles.END:
+        if const_expr(cfg.exchange):
+            if unannounced > 0:
+                next_is_done = ptx.barrier_is_done(Int32((ifull + slot).toint()), slot_phase)
+                next_is_done = next_is_done & ptx.barrier_is_done(Int32((done + slot).toint()), slot_phase)
+                if ptx.broadcast_lane0(next_is_done) == 0 or unannounced == MOST_UNANNOUNCED:
+                    exchange.give_back(cfg, ex, table, control, returns_at, fault_step, rows, lane)
+                    rows = Int32(0)
+                    unannounced = Int32(0)
         cute.arch.mbarrier_wait(ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
         kind = ptx.lds32(entry)
-        counter = ptx.lds32(entry + 20)
+        expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
+        row0, valid, counter = ptx.lds32(entry + 12), ptx.lds32(entry + 16), ptx.lds32(entry + 20)
+        given_up = Int32(0)
         if kind != tiles.END:
             cute.arch.mbarrier_wait(done + slot, slot_phase)
+            given_up = ptx.lds32(entry + 28)
         cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
         if lane == 0:
-            if kind == tiles.FC1:
-                ptx.fence_proxy_async()
-                ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
-            elif kind == tiles.FC2:
-                ptx.flag_add_release_gpu(bank + tiles.FC2_DONE * 4, 1)
             cute.arch.mbarrier_arrive(iempty + slot)
-        cute.arch.sync_warp()
+        if given_up == 0:
+            if kind == tiles.FC1:
+                if lane == 0:
+                    ptx.fence_proxy_async()
+                    ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
+            elif kind == tiles.FC2:
+                if const_expr(cfg.exchange):
+                    rows = rows + exchange.rows_of(
+                        cfg, ex, table, control, returns_at, fault_step, expert, row_tile, row0, valid, lane
+                    )
+                    unannounced = unannounced + 1
+                elif lane == 0:
+                    ptx.flag_add_release_gpu(bank + tiles.FC2_DONE * 4, 1)
         slot = slot + 1
         if slot == RING_SLOTS:
             slot = Int32(0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from ..common.units import DISPATCH_WARPS, READY_ROWS, RETURN_COLUMNS, exchange_words
+
 K_STEP = 128
 """Reduction elements of one weight record."""
 
@@ -22,7 +24,7 @@ RECORD_BYTES = CODE_BYTES + RECORD_ROWS * K_STEP // 16
 RING_SLOTS = 4
 """Tiles handed from the scheduler warp to the others but not yet finished by all."""
 
-POOL_BLOCK_ROWS = 32
+POOL_BLOCK_ROWS = READY_ROWS
 """Experts start at multiples of this many pool rows."""
 
 MAX_LOCAL_EXPERTS = 256
@@ -44,9 +46,6 @@ STAGE_WEIGHT_BYTES = 2 * RECORD_BYTES
 
 WEIGHTS_IN_FLIGHT_BYTES = 110_000
 """Weight bytes per multiprocessor that hide the latency of HBM."""
-
-DISPATCH_WARPS = 4
-"""Warps that pull token rows from their owners while tiles run (kernels with an exchange)."""
 
 ACTIVATION_MODES = ("nvfp4", "bf16")
 COMBINE_FORMATS = ("bf16", "fp8", "fp4")
@@ -264,6 +263,16 @@ class KernelConfig:
         return self.tile.math_warpgroups * 128 + 128 + (32 * DISPATCH_WARPS if self.exchange else 0)
 
     @property
+    def staging_threads(self) -> int:
+        """Threads that place routes and stage tokens: the math warps."""
+        return self.tile.math_warpgroups * 128
+
+    @property
+    def publish_barrier_threads(self) -> int:
+        """Threads that meet before CTA 0 publishes: those that stage and the dispatch warps."""
+        return self.staging_threads + 32 * DISPATCH_WARPS
+
+    @property
     def launch_registers(self) -> int:
         """Registers per thread the compiler may use before setmaxnreg: the register file shared by all threads."""
         return REGISTER_FILE // self.threads // 8 * 8
@@ -315,10 +324,7 @@ class KernelConfig:
     @property
     def exchange_words(self) -> int:
         """32-bit words of the exchange's tables (see exchange.py); 0 without one."""
-        if not self.exchange:
-            return 0
-        local, ranks = self.layer.num_local_experts, self.layer.ep_size
-        return 2 * self.route_table_experts + 2 * self.layer.num_experts + local + 4 * ranks + 4
+        return exchange_words(self.layer.ep_size, self.layer.num_local_experts, self.route_table_experts)
 
     @property
     def pass_tokens(self) -> int:
@@ -360,6 +366,21 @@ class KernelConfig:
         return self.fixed_shared_bytes + rings
 
     # ------------------------------------------------------------------------------------------------------- tiles
+    @property
+    def token_block(self) -> int:
+        """Tokens of a full token block."""
+        return self.tile.widest
+
+    @property
+    def pool_block_rows(self) -> int:
+        """Experts start at multiples of this many pool rows."""
+        return POOL_BLOCK_ROWS
+
+    @property
+    def return_pieces(self) -> int:
+        """Pieces of a result row in a full fc2 tile, the unit of the return counters."""
+        return self.tile.rows // RETURN_COLUMNS
+
     @property
     def fc1_row_tiles(self) -> int:
         """Row tiles of fc1 per expert."""

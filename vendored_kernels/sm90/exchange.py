@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch between ranks: routes and counts to the expert owners, token rows into expert order (docs/protocol.md).
+"""What the exchange between ranks is on Hopper: token rows are pulled into the pool as f16.
 
-The steps of one launch, in the protocol's words: `stage` (staging.py, and `place_routes` here), `publish`, `cells`,
-`pull`; `fc1`, `fc2` and `reduce` follow elsewhere. Nothing is reset by the host and no rank waits for a barrier: size
-cells carry the launch's tag and are banked by its parity, ready counters are banked and cleared by the other launch,
-return counters only grow. Called by the kernel where a layer has several ranks; knows no matrix products.
+All else is `common/exchange.py`; the kernel calls both under this module's name.
 """
 
 import cutlass
@@ -12,304 +9,52 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
-from ..common.routing import load_expert
-from ..common.tiles import TableOffsets
-from .config import DISPATCH_WARPS, POOL_BLOCK_ROWS, RECORD_ROWS
-from .scheduler import TABLE_BARRIER
-from .sites import FAULT_RETURN, SITE_HEADER
-from .waits import (
-    COUNT_BITS,
-    LAUNCH,
-    RANK,
-    SITE_STAGED,
-    record_failure,
-    wait_at_least,
-    wait_for_cell,
-    wait_for_returns,
+from ..common import exchange
+from ..common.exchange import (
+    FEW_TOKENS,
+    PRODUCER_BARRIER,
+    STAGED_BARRIER,
+    ExchangeOffsets,
+    advance_expected,
+    compare_headers,
+    give_back,
+    lay_out_sends,
+    load_peers,
+    place_routes,
+    publish,
+    receive_cells,
+    rows_of,
+    share_table,
+    wait_for_own_rows,
 )
 
-PRODUCER_BARRIER = 11
-"""Named barrier of the single-purpose warps and the dispatch warps together."""
-
-STAGED_BARRIER = 12
-"""Named barrier of CTA 0's math and dispatch warps: its own tokens are staged."""
-
-FEW_TOKENS = 4
-"""So many tokens CTA 0 stages alone, which saves the others' hop through a counter."""
+__all__ = [
+    "FEW_TOKENS",
+    "PRODUCER_BARRIER",
+    "STAGED_BARRIER",
+    "ExchangeOffsets",
+    "advance_expected",
+    "compare_headers",
+    "give_back",
+    "lay_out_sends",
+    "load_peers",
+    "pieces_per_row",
+    "place_routes",
+    "publish",
+    "pull",
+    "receive_cells",
+    "rows_of",
+    "share_table",
+    "wait_for_own_rows",
+]
 
 PIECE_COLUMNS = {"nvfp4": 1024, "bf16": 512}
 """Columns of a token row that one warp pulls at a time, its loads all in flight; the unit of `pool_ready`."""
-
-HEADER_FIXED_WORDS = 2
-"""Words of a rank's header that never change: the buffers' generation, the layout's digest. Two banks of the launch's
-facts follow: what all ranks must launch alike."""
 
 
 def pieces_per_row(cfg) -> int:
     """Pieces of a pulled row."""
     return -(-cfg.layer.hidden_size // PIECE_COLUMNS[cfg.layer.activation_mode])
-
-
-class ExchangeOffsets:
-    """Byte offsets of the exchange's shared tables (E experts in all, L local, R ranks)."""
-
-    def __init__(self, cfg) -> None:
-        ranks, local = cfg.layer.ep_size, cfg.layer.num_local_experts
-        self.peers = 0  # u64 (R): shared bases
-        self.sent = 8 * ranks  # (R): own routes per expert owner
-        self.lost = self.sent + 4 * ranks  # not 0: some size cell never came; then total token blocks and live experts
-        self.blocks = self.lost + 4
-        self.live = self.lost + 8
-        self.counts = (
-            16 * ranks + 16
-        )  # (E): own routes per expert; once published, received routes per (source, expert)
-        self.cursors = self.counts + 4 * cfg.route_table_experts  # (E): next place in the owner's index row
-        self.first = self.cursors + 4 * cfg.route_table_experts  # (L, R + 1): rows of an expert before the i-th source
-        self.start = self.first + 4 * local * (ranks + 1)  # (R, L): place of an expert in a source's index row
-
-
-@cute.jit
-def load_peers(cfg, ex: Int32, peers: Int64, thread):
-    """Shared bases of all ranks into shared memory; nothing is lost yet."""
-    at = const_expr(ExchangeOffsets(cfg))
-    if thread < cfg.layer.ep_size:
-        ptx.sts64(ex + at.peers + thread * 8, ptx.ldg64(peers + Int64(thread) * 8))
-    if thread == 0:
-        ptx.sts32(ex + at.lost, 0)
-
-
-@cute.jit
-def _scan(value, lane):
-    """Inclusive sum over the lanes of a warp."""
-    for d in (1, 2, 4, 8, 16):
-        other = ptx.shuffle_up(value, d)
-        value = value + (other if lane >= d else Int32(0))
-    return value
-
-
-@cute.jit
-def lay_out_sends(cfg, ex: Int32, warp, lane):
-    """One warp per owner: routes per expert, this CTA's write cursors in the owner's index row, routes per owner."""
-    at = const_expr(ExchangeOffsets(cfg))
-    local = const_expr(cfg.layer.num_local_experts)
-    owner = warp
-    while owner < cfg.layer.ep_size:
-        carry = Int32(0)
-        for first in cutlass.range_constexpr(0, local, 32):
-            inside = first + lane < local
-            word = (owner * local + first + lane) * 4
-            before = Int32(0)
-            total = Int32(0)
-            if inside:
-                before = ptx.lds32(ex + at.cursors + word)
-                total = before + ptx.lds32(ex + at.counts + word)
-            upto = _scan(total, lane)
-            if inside:
-                ptx.sts32(ex + at.counts + word, total)
-                ptx.sts32(ex + at.cursors + word, carry + upto - total + before)
-            carry = carry + cute.arch.shuffle_sync(upto, 31)
-        if lane == 0:
-            ptx.sts32(ex + at.sent + owner * 4, carry)
-        owner = owner + const_expr(cfg.threads // 32)
-
-
-@cute.jit
-def place_routes(
-    cfg,
-    ex: Int32,
-    ids: Int64,
-    ids_are_64,
-    weights: Int64,
-    index_at: Int64,
-    index_row_words,
-    route_weights_at: Int64,
-    rank,
-    first_route,
-    own_routes,
-    mtid,
-):
-    """Each of this CTA's live routes into its owner's index row; its weight to where the owner will read it."""
-    at = const_expr(ExchangeOffsets(cfg))
-    layer = cfg.layer
-    own = ptx.lds64(ex + at.peers + rank * 8)
-    i = mtid
-    while i < own_routes:
-        route = first_route + i
-        expert = load_expert(ids, route, Int32(1), ids_are_64, layer.num_experts)
-        if expert >= 0:
-            owner = expert // layer.num_local_experts
-            place = ptx.shared_add(ex + at.cursors + expert * 4, 1)
-            row = ptx.lds64(ex + at.peers + owner * 8) + index_at
-            ptx.stg32(row + (Int64(rank) * Int64(index_row_words) + place) * 4, route)
-            if const_expr(layer.weigh_before_requant):
-                ptx.stg32(own + route_weights_at + Int64(route) * 4, ptx.ldg32(weights + Int64(route) * 4))
-        i = i + const_expr(cfg.tile.math_warpgroups * 128)
-
-
-@cute.jit
-def publish(
-    cfg,
-    ex: Int32,
-    control: Int32,
-    staged: Int64,
-    other_ctas,
-    cells_at: Int64,
-    header_at: Int64,
-    launch_facts: Int64,
-    thread,
-):
-    """CTA 0's dispatch warps: when every CTA has staged, one size cell per expert of the layer, also where it is 0.
-
-    They meet the math warps of their own CTA at a barrier and wait for the `other_ctas` at a counter. Each thread's
-    fence stands between what it saw of these and its own cells.
-    """
-    at = const_expr(ExchangeOffsets(cfg))
-    ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)
-    rank = ptx.lds32(control + RANK)
-    tag = ptx.lds64(control + LAUNCH) + 1
-    cute.arch.barrier(barrier_id=STAGED_BARRIER, number_of_threads=cfg.tile.math_warpgroups * 128 + 32 * DISPATCH_WARPS)
-    gave_up = Int32(0)
-    if thread % 32 == 0 and other_ctas > 0:
-        gave_up = wait_at_least(staged, other_ctas, control, ranks, SITE_STAGED, 0)
-    gave_up = ptx.broadcast_lane0(gave_up)
-    cute.arch.sync_warp()  # what lane 0 has acquired, every lane's fence covers
-    if gave_up == 0:
-        own_facts = ptx.lds64(ex + at.peers + rank * 8) + header_at + (HEADER_FIXED_WORDS + (Int32(tag) & 1)) * 8
-        ptx.stg64(own_facts, ptx.ldg64(launch_facts))  # every thread, so that each one's fence covers it
-        ptx.fence_acq_rel_sys()
-        expert = thread
-        while expert < cfg.layer.num_experts:
-            owner = expert // local
-            cell = ptx.lds64(ex + at.peers + owner * 8) + cells_at
-            place = ((Int32(tag) & 1) * ranks + rank) * local + expert - owner * local
-            count = ptx.lds32(ex + at.counts + expert * 4)
-            ptx.peer_flag_store_relaxed_sys64(cell + Int64(place) * 8, tag * (1 << COUNT_BITS) + Int64(count))
-            expert = expert + 32 * DISPATCH_WARPS
-
-
-@cute.jit
-def compare_headers(cfg, ex: Int32, control: Int32, header_at: Int64, peer):
-    """After the cells: the peer's buffer must be the one this rank was built with, its launch one of the same layer.
-
-    Nothing is compared when cells are missing: facts are as late as they are.
-    """
-    at = const_expr(ExchangeOffsets(cfg))
-    rank = ptx.lds32(control + RANK)
-    facts = HEADER_FIXED_WORDS + ((ptx.lds32(control + LAUNCH) + 1) & 1)
-    lost = ptx.lds32(ex + at.lost)
-    for i in cutlass.range_constexpr(HEADER_FIXED_WORDS + 1):
-        word = facts if i == HEADER_FIXED_WORDS else Int32(i)
-        expected = ptx.ldg64(ptx.lds64(ex + at.peers + rank * 8) + header_at + Int64(word) * 8)
-        seen = ptx.ldg64(ptx.lds64(ex + at.peers + peer * 8) + header_at + Int64(word) * 8)
-        if seen != expected and lost == 0:
-            record_failure(control, cfg.layer.ep_size, Int32(SITE_HEADER), peer, expected, seen, peer)
-
-
-@cute.jit
-def receive_cells(cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64, thread):
-    """Producer and dispatch warps: wait for every source's cells; pool layout, places in the index rows from them."""
-    at = const_expr(ExchangeOffsets(cfg))
-    tab = const_expr(TableOffsets(cfg.table_experts))
-    ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)
-    threads = const_expr(128 + 32 * DISPATCH_WARPS)
-    rank = ptx.lds32(control + RANK)
-    lane = thread % 32
-    tag = ptx.lds64(control + LAUNCH) + 1
-    bank = ptx.lds64(ex + at.peers + rank * 8) + cells_at + Int64((Int32(tag) & 1) * (ranks * local * 8))
-    i = thread
-    while i < cfg.layer.num_experts:  # (source, local expert)
-        count = wait_for_cell(bank + Int64(i) * 8, tag, control, ranks, i, i // local)
-        if count < 0:
-            ptx.sts32(ex + at.lost, 1)
-        ptx.sts32(ex + at.counts + i * 4, count)
-        i = i + threads
-    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=threads)
-    lost = ptx.lds32(ex + at.lost)
-    if thread < 128:
-        e = thread
-        while e < local:
-            upto = Int32(0)
-            for k in cutlass.range_constexpr(ranks):
-                source = rank + (1 + k)  # rotated, so that all ranks do not pull from the same one at once
-                source = source - ranks if source >= ranks else source
-                ptx.sts32(ex + at.first + (e * (ranks + 1) + k) * 4, upto)
-                count = ptx.lds32(ex + at.counts + (source * local + e) * 4)
-                upto = upto + (count if lost == 0 else Int32(0))
-            ptx.sts32(ex + at.first + (e * (ranks + 1) + ranks) * 4, upto)
-            ptx.sts32(table + tab.rows + e * 4, upto)
-            e = e + 128
-        cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=128)
-        if thread < 32:
-            carry = Int32(0)
-            for first in cutlass.range_constexpr(0, cfg.table_experts, 32):
-                rows = ptx.lds32(table + tab.rows + (first + lane) * 4)
-                padded = (rows + (POOL_BLOCK_ROWS - 1)) // POOL_BLOCK_ROWS * POOL_BLOCK_ROWS
-                upto = _scan(padded, lane)
-                ptx.sts32(table + tab.first_row + (first + lane) * 4, carry + upto - padded)
-                carry = carry + cute.arch.shuffle_sync(upto, 31)
-    else:
-        source = (thread - 128) // 32
-        while source < ranks:
-            carry = Int32(0)
-            for first in cutlass.range_constexpr(0, local, 32):
-                inside = first + lane < local
-                word = (source * local + first + lane) * 4
-                count = Int32(0)
-                if inside:
-                    count = ptx.lds32(ex + at.counts + word)
-                upto = _scan(count, lane)
-                if inside:
-                    ptx.sts32(ex + at.start + word, carry + upto - count)
-                carry = carry + cute.arch.shuffle_sync(upto, 31)
-            source = source + DISPATCH_WARPS
-
-
-@cute.jit
-def share_table(cfg, ex: Int32, blocks, live, thread):
-    """The single-purpose warps: what dispatch needs besides the tile table; a barrier of all of them follows."""
-    at = const_expr(ExchangeOffsets(cfg))
-    if thread == 0:
-        ptx.sts32(ex + at.blocks, blocks)
-        ptx.sts32(ex + at.live, live)
-
-
-@cute.jit
-def rows_of_source(cfg, ex: Int32, expert, first, valid, k):
-    """How many of an expert's rows [first, first + valid) came from its k-th source."""
-    at = const_expr(ExchangeOffsets(cfg))
-    entry = ex + at.first + (expert * (cfg.layer.ep_size + 1) + k) * 4
-    begin, end = ptx.lds32(entry), ptx.lds32(entry + 4)
-    begin = begin if begin > first else first
-    end = end if end < first + valid else first + valid
-    return end - begin if end > begin else Int32(0)
-
-
-@cute.jit
-def _find_row(cfg, ex: Int32, table: Int32, slot, rank):
-    """Slot of the tile order -> (expert, row in the expert or -1, source, place in the source's index row)."""
-    at = const_expr(ExchangeOffsets(cfg))
-    tab = const_expr(TableOffsets(cfg.table_experts))
-    ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)
-    widest = const_expr(cfg.tile.widest)
-    block = slot // widest
-    low = Int32(0)  # becomes the last live expert of the order whose first block is not behind `block`
-    high = ptx.lds32(ex + at.live) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        behind = ptx.lds32(table + tab.first_block + middle * 4) > block
-        high = middle - 1 if behind else high
-        low = low if behind else middle
-    expert = ptx.lds32(table + tab.order + low * 4)
-    row = slot - ptx.lds32(table + tab.first_block + low * 4) * widest
-    k = Int32(0)
-    entry = ex + at.first + expert * ((ranks + 1) * 4)
-    for j in cutlass.range_constexpr(1, ranks):
-        k = k + (Int32(1) if ptx.lds32(entry + j * 4) <= row else Int32(0))
-    source = rank + 1 + k
-    source = source - ranks if source >= ranks else source
-    place = ptx.lds32(ex + at.start + (source * local + expert) * 4) + row - ptx.lds32(entry + k * 4)
-    row = row if row < ptx.lds32(table + tab.rows + expert * 4) else Int32(-1)
-    return expert, row, source, place
 
 
 @cute.jit
@@ -335,71 +80,40 @@ def pull(
     warp,
     lane,
 ):
-    """Dispatch warps: copy token rows from their owners into the pool in tile order, a piece of a row at a time.
-
-    A warp looks up 32 pieces at once, one per lane, then copies them one after the other. Neighbouring pieces belong to
-    different CTAs, so the first tiles' rows come from all of them.
-    """
-    at = const_expr(ExchangeOffsets(cfg))
-    tab = const_expr(TableOffsets(cfg.table_experts))
-    pieces = const_expr(pieces_per_row(cfg))
-    item = warp * gdim + bidx
-    # What is cheap to read again is not kept: these warps have few registers.
-    while item < ptx.lds32(ex + at.blocks) * const_expr(cfg.tile.widest * pieces):
-        total = ptx.lds32(ex + at.blocks) * const_expr(cfg.tile.widest * pieces)
-        mine = item + lane * (gdim * DISPATCH_WARPS)
-        rank = ptx.lds32(control + RANK)
-        word = Int32(0)  # source and route
-        pool_row = Int32(-1)
-        piece = Int32(0)
-        if mine < total:
-            slot = mine // pieces
-            piece = mine - slot * pieces
-            expert, row, source, place = _find_row(cfg, ex, table, slot, rank)
-            if row >= 0:
-                pool_row = ptx.lds32(table + tab.first_row + expert * 4) + row
-                index = ptx.lds64(ex + at.peers + rank * 8) + index_at
-                route = ptx.ldg32(index + (Int64(source) * Int64(index_row_words) + place) * 4)
-                word = source * (1 << COUNT_BITS) + route
-                if piece == 0:
-                    ptx.stg_pair(row_meta + Int64(pool_row) * 8, source, route)
-        waiting = ptx.ballot(Int32(1) if pool_row >= 0 else Int32(0))
-        while waiting != 0:
-            j = ptx.first_bit(waiting)
-            waiting = waiting & (waiting - 1)
-            this_row = cute.arch.shuffle_sync(pool_row, j)
-            this_piece = cute.arch.shuffle_sync(piece, j)
-            packed = cute.arch.shuffle_sync(word, j)
-            base = ptx.lds64(ex + at.peers + (packed >> COUNT_BITS) * 8)
-            route = packed & ((1 << COUNT_BITS) - 1)
-            token = Int64(route // cfg.layer.top_k)
-            _copy_piece(
-                cfg,
-                base + payload_at + token * Int64(payload_row_bytes),
-                base + payload_scales_at + token * Int64(payload_scale_row_bytes),
-                base + route_weights_at + Int64(route) * 4,
-                pool,
-                row_scale,
-                row_weight,
-                this_row,
-                this_piece,
-                lane,
-            )
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.flag_add_release_gpu(pool_ready + Int64(this_row // POOL_BLOCK_ROWS) * 4, 1)
-        item = item + gdim * (32 * DISPATCH_WARPS)
+    """Dispatch warps: see `common.exchange.pull`; codes become f16 values on the way."""
+    exchange.pull(
+        cfg,
+        pieces_per_row(cfg),
+        _copy_piece,
+        (pool, row_scale, row_weight),
+        ex,
+        table,
+        control,
+        row_meta,
+        pool_ready,
+        index_at,
+        index_row_words,
+        payload_at,
+        payload_row_bytes,
+        payload_scales_at,
+        payload_scale_row_bytes,
+        route_weights_at,
+        bidx,
+        gdim,
+        warp,
+        lane,
+    )
 
 
 @cute.jit
 def _copy_piece(
     cfg,
-    payload: Int64,
-    payload_scales: Int64,
-    weight: Int64,
     pool: Int64,
     row_scale: Int64,
     row_weight: Int64,
+    payload: Int64,
+    payload_scales: Int64,
+    weight: Int64,
     row,
     piece,
     lane,
@@ -428,56 +142,3 @@ def _copy_piece(
             four = cute.arch.shuffle_sync(scales, p * 4 + lane // 8)
             byte = (four >> (lane // 2 % 4 * 8)) & 0xFF
             ptx.stg128_if(target + p * 512, *ptx.nvfp4_codes_as_f16(codes[p], byte), inside[p])
-
-
-@cute.jit
-def rows_of(
-    cfg, ex: Int32, table: Int32, control: Int32, returns_at: Int64, fault_step, expert, row_tile, row0, valid, lane
-):
-    """R: row pieces of a tile that belong to this lane's source, the lane-th after this rank.
-
-    A piece is 128 columns of a result row: counted so, ranks agree whatever tiles each of them runs.
-    """
-    tab = const_expr(TableOffsets(cfg.table_experts))
-    count = Int32(0)
-    if lane < cfg.layer.ep_size:
-        first = row0 - ptx.lds32(table + tab.first_row + expert * 4)
-        columns = const_expr(cfg.tile.rows // RECORD_ROWS)
-        rest = cfg.layer.fc2_records - row_tile * columns
-        count = rows_of_source(cfg, ex, expert, first, valid, lane) * (rest if rest < columns else Int32(columns))
-    return count
-
-
-@cute.jit
-def give_back(cfg, ex: Int32, table: Int32, control: Int32, returns_at: Int64, fault_step, rows, lane):
-    """R: adds finished rows of fc2 tiles to the return counters of their token owners, one lane per source."""
-    at = const_expr(ExchangeOffsets(cfg))
-    ranks = const_expr(cfg.layer.ep_size)
-    if rows > 0 and fault_step != FAULT_RETURN:
-        rank = ptx.lds32(control + RANK)
-        source = rank + 1 + lane
-        source = source - ranks if source >= ranks else source
-        counter = ptx.lds64(ex + at.peers + source * 8) + returns_at + Int64(rank) * 8
-        ptx.peer_flag_add_release_sys64(counter, Int64(rows))
-
-
-@cute.jit
-def wait_for_own_rows(cfg, ex: Int32, control: Int32, returns_at: Int64, expected: Int64, lane):
-    """One warp of the token owner: until every expert owner has returned all rows that were ever sent to it."""
-    at = const_expr(ExchangeOffsets(cfg))
-    ranks = const_expr(cfg.layer.ep_size)
-    if lane < ranks:
-        sent = Int64(ptx.lds32(ex + at.sent + lane * 4)) * Int64(cfg.layer.fc2_records)
-        target = ptx.ldg64(expected + Int64(lane) * 8) + sent
-        counter = ptx.lds64(ex + at.peers + ptx.lds32(control + RANK) * 8) + returns_at + Int64(lane) * 8
-        wait_for_returns(counter, target, control, ranks, lane)
-    cute.arch.sync_warp()
-
-
-@cute.jit
-def advance_expected(cfg, ex: Int32, expected: Int64):
-    """The last CTA out: this launch's routes join the cumulative expectation, in the unit of the return counters."""
-    at = const_expr(ExchangeOffsets(cfg))
-    for r in cutlass.range(cfg.layer.ep_size, unroll=1):
-        cell = expected + Int64(r) * 8
-        ptx.stg64(cell, ptx.ldg64(cell) + Int64(ptx.lds32(ex + at.sent + r * 4)) * Int64(cfg.layer.fc2_records))
