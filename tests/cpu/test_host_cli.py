@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from tests.cpu.test_host_compat import edit
 from tests.helpers.fake_host.install import installed_host
+from tests.helpers.fake_host.mutations import MUTATIONS
 from trtllm_megamoe import envs
 from trtllm_megamoe.cli.main import main
 
@@ -53,6 +54,18 @@ def test_doctor_host_lists_every_difference_and_exits_two(tmp_path: Path) -> Non
     assert result.exit_code == 2
     assert [d["where"] for d in differences] == ["impl_contract.MoERunContext", "impl_base.MoEImplBase.run_moe"]
     assert "do_finalize" in differences[0]["expected"] and "stream" in differences[1]["expected"]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_doctor_host_says_what_serving_promises(name: str, tmp_path: Path) -> None:
+    mutation, message = MUTATIONS[name]
+    with installed_host(tmp_path, "D2", mutation):
+        result = invoke("doctor", "--host", "--json")
+        text = invoke("doctor", "--host").output
+    assert result.exit_code == 2
+    where, expected = message.split(": expected ")[0], message.split(": expected ")[-1].split(", found")[0]
+    assert where in " ".join(text.split()) and expected in " ".join(text.split()), text
+    assert message in " ".join(SERVING.read_text(encoding="utf-8").split())
 
 
 def test_doctor_and_explain_host_without_a_host_say_so_and_exit_two() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers.fake_host.generate import ERAS, NEW_LAYOUT, Deviation, Plan
 from tests.helpers.fake_host.install import installed_host
+from tests.helpers.fake_host.mutations import MOVED_TO, MUTATIONS, move_moe_modules
 from trtllm_megamoe.envs import HOST_VARS
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
 
@@ -41,13 +42,6 @@ def edit(module: str, old: str, new: str) -> Deviation:
     return deviate
 
 
-def move_moe_modules(plan: Plan) -> None:
-    old = plan.moe_base.replace(".", "/")
-    new = "tensorrt_llm/_torch/experts/fused_moe"
-    for path in [p for p in plan.files if p.startswith(f"{old}/")]:
-        plan.files[path.replace(old, new, 1)] = plan.files.pop(path)
-
-
 @pytest.mark.parametrize(("era", "found"), [("C", "C"), ("D1", "D"), ("D2", "D")])
 def test_detect_supported_era_is_found_by_features(era: str, found: str, tmp_path: Path) -> None:
     with installed_host(tmp_path, era) as base:
@@ -71,8 +65,8 @@ def test_detect_absent_host_says_so() -> None:
 
 
 REFUSED = {
-    "moved module": (move_moe_modules, "they moved to a place that this plug-in does not know"),
-    "missing class": (
+    **MUTATIONS,
+    "missing class that others import": (
         edit("impl_contract", "class MoERunContext", "class MoERunContext2"),
         "cannot import name 'MoERunContext'",
     ),
@@ -87,10 +81,6 @@ REFUSED = {
     "renamed field of the run context": (
         edit("impl_contract", "token_final_scales: Optional", "token_weights: Optional"),
         "MoERunContext: expected members token_final_scales",
-    ),
-    "renamed construction argument": (
-        edit("impl_base", "module: nn.Module, *, routing_method: ", "module: nn.Module, *, router: "),
-        "apply_moe_impl_construction_state: expected to accept routing_method",
     ),
     "new required argument of run_moe": (
         edit(
@@ -128,7 +118,7 @@ def test_import_hook_unknown_place_of_create_moe_is_an_error(tmp_path: Path) -> 
     with installed_host(tmp_path, "D2", move_moe_modules):
         importlib.import_module("trtllm_megamoe.host")
         with pytest.raises((MegaMoeUnavailableError, ImportError)):
-            importlib.import_module("tensorrt_llm._torch.experts.fused_moe.create_moe")
+            importlib.import_module(f"{MOVED_TO}.create_moe")
 
 
 def drop_eplb_capability(plan: Plan) -> None:

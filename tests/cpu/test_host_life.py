@@ -21,10 +21,11 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.helpers.fake_host.generate import Deviation, Plan, write_host
+from tests.helpers.fake_host.mutations import MUTATIONS
 from tests.helpers.golden import DATA, GoldenLayer, golden_layer
 from tests.helpers.host_layer import REL_L2, oracle_of
 from trtllm_megamoe.formats import CombineFormat
-from trtllm_megamoe.host.__main__ import module_directory
+from trtllm_megamoe.host.__main__ import HOOK_LINE, module_directory
 from trtllm_megamoe.reference.metrics import rel_l2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +64,9 @@ def serve(
     deviations: Sequence[Deviation] = (),
     options: dict[str, object] | None = None,
     env: dict[str, str] | None = None,
+    with_directory: bool = True,
 ) -> Job:
-    """Run `trtllm-serve` of the stand-in with the plug-in's directory, as docs/serving.md says."""
+    """Run `trtllm-serve` of the stand-in with the plug-in's directory (or without), as docs/serving.md says."""
     host = write_host(tmp_path / "host", era, deviations)
     out = tmp_path / "out"
     out.mkdir()
@@ -84,7 +86,8 @@ def serve(
     variables |= {"PYTHONPATH": os.pathsep.join((str(host), str(ROOT))), "OMP_NUM_THREADS": "1"}
     variables |= {"TRTLLM_MEGAMOE_ENGINE": "cpu", "TRTLLM_MEGAMOE_TIMEOUT_S": "120", **(env or {})}
     command = [sys.executable, "-m", "tensorrt_llm.commands.serve", str(DATA / checkpoint)]
-    command += ["--extra_llm_api_options", str(out / "options.yaml"), "--custom_module_dirs", str(module_directory())]
+    command += ["--extra_llm_api_options", str(out / "options.yaml")]
+    command += ["--custom_module_dirs", str(module_directory())] if with_directory else []
     command += ["--scenario", str(out / "scenario.json"), "--out", str(out), "--timeout_s", str(WATCHDOG_S - 30)]
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=WATCHDOG_S)
     return Job(out, done.returncode, done.stderr)
@@ -154,6 +157,27 @@ def test_experts_that_migrate_between_ranks_equal_the_oracle(tmp_path: Path) -> 
             assert rel_l2(got, expected_rows(golden, counts)) < REL_L2
 
 
+def test_start_up_hook_alone_brings_the_plug_in_into_a_rank(tmp_path: Path) -> None:
+    """For ranks that somebody else starts: the parent knows nothing, the worker's environment has the switch."""
+
+    def started_elsewhere(plan: Plan) -> None:
+        marker = '        environment["PYTHONPATH"] = '
+        plan.edit(
+            "tensorrt_llm.llmapi.mpi_session", marker, f'        environment["TRTLLM_MEGAMOE_ENABLE"] = "1"\n{marker}'
+        )
+        # stands for site-packages, where --install-hook writes the same line
+        plan.files["hooks/trtllm_megamoe_host.pth"] = HOOK_LINE
+        plan.files["sitecustomize.py"] = (
+            "import pathlib, site\nsite.addsitedir(str(pathlib.Path(__file__).with_name('hooks')))\n"
+        )
+
+    job = serve(tmp_path, "C", 1, steps=[[3]], deviations=[started_elsewhere], with_directory=False)
+    outputs = job.outputs(0)
+    report = json.loads((job.out / "report0.json").read_text())
+    assert report["classes"] == {"0": "TrtllmMegamoeBackend"}
+    assert rel_l2(outputs["step0.0"], expected_rows(golden_layer("modelopt_nvfp4_qwen3_moe", 0), [3])) < REL_L2
+
+
 def on_rank_one(text: str) -> Deviation:
     """Run a line in the second worker before anything else."""
 
@@ -207,13 +231,9 @@ def test_rank_without_the_plug_in_is_waited_for_no_longer_than_the_limit(tmp_pat
     )
 
 
-def test_moved_modules_end_the_job_before_a_model_is_built(tmp_path: Path) -> None:
-    def move(plan: Plan) -> None:
-        old = plan.moe_base.replace(".", "/")
-        for path in [p for p in plan.files if p.startswith(f"{old}/")]:
-            plan.files[path.replace(old, "tensorrt_llm/_torch/experts/fused_moe", 1)] = plan.files.pop(path)
-        plan.edit("tensorrt_llm._standin.paths", plan.moe_base, "tensorrt_llm._torch.experts.fused_moe")
-
-    job = serve(tmp_path, "D2", 1, steps=[[1]], deviations=[move])
-    assert job.exit_code != 0 and "they moved to a place that this plug-in does not know" in job.stderr
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_host_that_differs_ends_the_job_before_a_model_is_built(name: str, tmp_path: Path) -> None:
+    mutation, message = MUTATIONS[name]
+    job = serve(tmp_path, "D2", 1, steps=[[1]], deviations=[mutation])
+    assert job.exit_code != 0 and message in job.stderr and "MegaMoeUnavailableError" in job.stderr
     assert not list(job.out.glob("rank*.safetensors"))
