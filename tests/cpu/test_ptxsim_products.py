@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,16 @@ def significant_bits(value: float) -> int:
 
 
 def wrong_of(case: ProductCase, mode: str, text: str | None = None, kind: str = "") -> set[tuple[float, float]]:
-    """Code and scale values of the outputs that are not as expected.
+    """Code and scale values of the outputs that are not as expected, of all kinds of tokens or of one.
 
-    With a kind, of its first sixteen tokens only: together they show every code with every byte.
+    The first sixteen tokens of a kind show every code with every byte.
     """
-    chosen = [t for t, name in enumerate(case.kinds) if kind in name][: 16 if kind else None]
+    seen: Counter[str] = Counter()
+    chosen = []
+    for t, name in enumerate(case.kinds):
+        if kind in name and seen[name] < 16:
+            chosen.append(t)
+            seen[name] += 1
     kernel = KernelFile.load(DATA / f"sm90_{mode}.ptx")
     kernel = kernel if text is None else KernelFile(text, kernel.facts)
     run = run_sm90(kernel, case.tensors, case.x[chosen], case.ids[chosen], case.weights[chosen])
@@ -86,6 +92,8 @@ def test_make_case_shows_every_product_in_every_projection(mode: str) -> None:
     for scale_bytes in (LEGAL_BYTES[:64], LEGAL_BYTES[63:]):
         case = make_case(*SHAPE, mode, scale_bytes)
         for t, kind in enumerate(case.kinds):
+            if kind == "down" and t >= 16:
+                continue
             shown |= {(kind, code, byte) for _, code, byte in case.products[t].tolist()}
     kinds = {"down", "up difference", "gate difference"} | ({"up alone", "gate alone"} if mode == "bf16" else set())
     assert shown == {(kind, code, byte) for kind in kinds for code in range(16) for byte in LEGAL_BYTES}

@@ -195,8 +195,9 @@ def _down(hidden: int, inter: int, scale_bytes: Sequence[int]) -> _Expert:
     diagonal = torch.arange(inter)
     up.codes[diagonal, diagonal], up.scales[diagonal, diagonal // 16] = _ONE, _UNIT_BYTE
     blocks = inter // 16
-    numbers = torch.arange(hidden * blocks).view(hidden, blocks) % len(scale_bytes)
-    down.scales = torch.tensor(scale_bytes, dtype=torch.uint8)[numbers]
+    # an odd step: each block of sixteen columns has every byte
+    numbers = torch.arange(hidden).unsqueeze(1) * (blocks | 1) + torch.arange(blocks)
+    down.scales = torch.tensor(scale_bytes, dtype=torch.uint8)[numbers % len(scale_bytes)]
     down.codes = torch.stack([_codes_of_row(row).repeat(blocks) for row in range(hidden)])
     tokens = torch.zeros(inter, hidden)
     tokens[diagonal, diagonal] = _HOT
