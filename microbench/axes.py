@@ -54,10 +54,12 @@ def one_gpu() -> list[Axis]:
         at("routings", "16,64,256", "--routing", "random,zipf,hot-expert"),
         at(REPEAT, ROWS),
         at("wires", "16,64,1024", "--combine-format", "fp8,fp4"),
+        at("phases", "1,16,256", "--phases"),
         at("lockstep", "1,16,64,256", "--mode", "lockstep"),
         at("eager", "1,16,64", "--eager"),
         ranks("virtual-ranks", "1,8,64", "--routing", "uniform,hot-rank,zero-rank"),
         ranks("virtual-ranks-wires", "8,64", "--combine-format", "fp8,fp4"),
+        ranks("virtual-ranks-phases", "8,64", "--phases"),
     ]
 
 
@@ -72,6 +74,7 @@ def several_gpus(ranks: int) -> list[Axis]:
     return [
         *(at(f"tokens-{preset}", preset, TOKENS, "--mode", "burst,lockstep", "--rivals") for preset in presets),
         Axis("links", ("links",)),
+        at("phases", "deepseek-v3", "1,64,2048", "--phases"),
         *(at(f"nvfp4-{preset}", preset, TOKENS, "--activations", "nvfp4") for preset in presets),
         at("wires", "deepseek-v3", "64,512,8192", "--combine-format", "fp8,fp4"),
         at("routings", _DEFAULT_PRESET, "64,512,2048", "--routing", "zipf,hot-rank,zero-rank"),

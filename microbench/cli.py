@@ -142,6 +142,7 @@ _COUNTS = ListOf("n,n,...", _positive)
     "--autotune", is_flag=True, help="Tune the buckets first, on scratch that is gone before anything is timed."
 )
 @click.option("--rivals", is_flag=True, help="Time public parts beside it; over several ranks the unfused chain.")
+@click.option("--phases", is_flag=True, help="Split one launch by time stamps from inside it (CUDA engine).")
 @click.option("--iters", type=_COUNT, default=10, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, help="Iterations before the timed ones.")
 @click.option("--seed", type=int, default=0)
@@ -284,8 +285,10 @@ def sweep_kernels(chosen: Sequence[Axis], ranks: int, extra: Sequence[str] = ())
         options = run.make_context("run", command_of(axis, "cuda", extra)).params
         ep_size = count_ranks(launch, options["virtual_ranks"], options["share_of_ep"])
         case = choose_case(options)
-        for config in layer_configs(case, make_points(case, ep_size, options), make_settings(options)):
-            found += kernels_of(config, ep_size, share_one_gpu=ranks == 1)
+        points = make_points(case, ep_size, options)
+        fullest = {point.workload.tokens_per_rank for point in points} if options["phases"] else set()
+        for config in layer_configs(case, points, make_settings(options)):
+            found += kernels_of(config, ep_size, share_one_gpu=ranks == 1, timed_tokens=fullest)
     return distinct(found)
 
 

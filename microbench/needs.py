@@ -6,7 +6,7 @@ Used by `sweep --needs` and by the tools that prepare a run. Pure but for :func:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from trtllm_megamoe.buckets import BucketLadder
@@ -18,22 +18,26 @@ from trtllm_megamoe.kernels import hopper
 from vendored_kernels.sm90.config import KernelConfig
 
 
-def kernels_of(config: MegaMoeConfig, ep_size: int, *, share_one_gpu: bool = False) -> list[KernelConfig]:
+def kernels_of(
+    config: MegaMoeConfig, ep_size: int, *, share_one_gpu: bool = False, timed_tokens: Collection[int] = ()
+) -> list[KernelConfig]:
     """Kernels of a layer over all its buckets, by the heuristic.
 
     Args:
         config: With activations named; `auto` gives both modes' kernels.
         ep_size: Ranks.
         share_one_gpu: The ranks are threads on one GPU and share its multiprocessors.
+        timed_tokens: Tokens per rank whose kernels are also needed with time stamps.
     """
     num_sms = H200_SMS // ep_size if share_one_gpu else H200_SMS
     modes = tuple(ActivationMode) if config.activation_mode is None else (config.activation_mode,)
     ladder = BucketLadder.for_cap(config.max_tokens_per_rank)
-    return distinct(
-        KernelConfig(spec, tile)
-        for spec in (hopper.layer_spec(config, ep_size, mode) for mode in modes)
-        for tile in hopper.tiles_of_ladder(spec, ladder, num_sms).values()
-    )
+    found = []
+    for spec in (hopper.layer_spec(config, ep_size, mode) for mode in modes):
+        tiles = hopper.tiles_of_ladder(spec, ladder, num_sms)
+        found += [KernelConfig(spec, tile) for tile in tiles.values()]
+        found += [KernelConfig(spec, tiles[ladder.select(count)], timestamps=True) for count in sorted(timed_tokens)]
+    return distinct(found)
 
 
 def distinct(kernels: Iterable[KernelConfig]) -> list[KernelConfig]:
@@ -51,7 +55,10 @@ def compile_into(
     """
 
     def obtain(kernel: KernelConfig) -> None:
-        hopper.obtain(kernel.layer, [kernel.tile], cache, lambda name, state: progress(f"{state} {name}"))
+        def report(name: str, state: str) -> None:
+            progress(f"{state} {name}")
+
+        hopper.obtain(kernel.layer, [kernel.tile], cache, report, timestamps=kernel.timestamps)
 
     with ThreadPoolExecutor(jobs) as pool:
         for future in [pool.submit(obtain, kernel) for kernel in kernels]:

@@ -106,5 +106,6 @@ def make_settings(options: Mapping[str, Any]) -> Settings:
         use_cuda_graph=options["use_cuda_graph"],
         autotune=options["autotune"],
         rivals=options["rivals"],
+        phases=options["phases"],
         expected_engine=options["expect_engine"],
     )

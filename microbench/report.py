@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from microbench.phases import PHASES
 from microbench.routing import PROPERTIES, RoutingName
 from trtllm_megamoe.cli.text import table
 from trtllm_megamoe.errors import MegaMoeConfigError
@@ -178,6 +179,7 @@ def footer(rows: Sequence[Row], command: str) -> str:
             f"{row['routing']}, {row['combine_format']}: {row['skip_reason']}"
         )
     lines += _rival_lines(rows)
+    lines += filter(None, [text_of_phases(rows)])
     lines.append(f"{len(rows) - len(failed)} of {len(rows)} rows verified and timed; repeat with: {command}")
     return "\n".join(lines)
 
@@ -194,3 +196,18 @@ def _rival_lines(rows: Sequence[Row]) -> list[str]:
                 where = f"{row['tokens_per_rank']} tokens per rank, {row['routing']}"
                 lines[f"{rival['rival']}: {where}: {rival['us']['p50']:,.1f} us{ratio} ({rival['region']})"] = None
     return list(lines)
+
+
+def text_of_phases(rows: Sequence[Row]) -> str:
+    """A table of the phases of the rows that have them: median over the CTAs, and the longest CTA's; empty without."""
+    found = [(row, row["phases"]) for row in rows if row["phases"] is not None]
+    if not found:
+        return ""
+    cells = []
+    for row, phases in found:
+        spans = {"total": phases["total_us"], **(phases["spans_us"] or dict.fromkeys(PHASES))}
+        shown = ["-" if span is None else f"{span['p50']:.1f} / {span['max']:.1f}" for span in spans.values()]
+        cells.append([str(row["tokens_per_rank"]), _routing(row), row["combine_format"], *shown])
+    names = ["tok/rank", "routing", "wire", "total", *PHASES]
+    title = "phases of one launch with time stamps, us, median / longest CTA (the parts add up CTA by CTA):"
+    return f"{title}\n\n{table(names, cells, right=[0, *range(3, len(names))])}\n"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from microbench import synthetic, timing_cuda
+from microbench import phases, synthetic, timing_cuda
 from microbench.autotune import autotune
 from microbench.beside import measure_beside, measure_chain
 from microbench.cases import Case
@@ -79,6 +79,7 @@ class Settings:
     use_cuda_graph: bool = False
     autotune: bool = False
     rivals: bool = False
+    phases: bool = False
     expected_engine: str | None = None
 
 
@@ -236,6 +237,8 @@ def _require_engine(layer: MegaMoELayer, settings: Settings) -> None:
     choose_timer(layer.engine_name, settings.use_cuda_graph)
     if settings.autotune and layer.engine_name == "cpu":
         raise MegaMoeConfigError("--autotune: engine 'cpu' has no tactics to choose from; leave the option out")
+    if settings.phases and layer.engine_name == "cpu":
+        raise MegaMoeConfigError("--phases: engine 'cpu' has no time stamps; leave the option out")
 
 
 def timing_name(engine_name: str, use_cuda_graph: bool) -> str:
@@ -303,6 +306,7 @@ class _Outcome:
     timed: Timed | None = None
     clocks: Mapping[str, float] | None = None
     memory: Mapping[str, int | None] | None = None
+    phases: Mapping[str, Any] | None = None
 
 
 def _measure(
@@ -352,6 +356,7 @@ def _measure(
             choice=None if bucket is None else layers[0].launch_choice(bucket),
             clocks=outcome.clocks,
             memory=outcome.memory,
+            phases=outcome.phases,
             tuned=None if bucket is None else tuned.get(bucket),
         )
     )
@@ -394,8 +399,11 @@ def _check_and_time(
     if not check.has_passed:
         timed = None
         logger.info("rank %d: no time given: %s", comm.rank, check.reason)
-    summaries = comm.allgather((sampler.summary(), memory.summary()), settings.timeout_s)
-    return _Outcome(check, bucket, timed, *summaries[0])
+    clocks, held = comm.allgather((sampler.summary(), memory.summary()), settings.timeout_s)[0]
+    found = None
+    if settings.phases and check.has_passed:
+        found = phases.measure(layers[0], lambda: forward(0), first, comm, settings.timeout_s)
+    return _Outcome(check, bucket, timed, clocks, held, found)
 
 
 def _clock_reader(layer: MegaMoELayer, comm: Communicator) -> Callable[[], Reading] | None:

@@ -7,6 +7,7 @@ import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +124,19 @@ class Engine(ABC):
             MegaMoeConfigError: No such step.
         """
         raise MegaMoeUnavailableError(f"engine '{self.name}' cannot stop before '{step}'")
+
+    def record_timeline(self, bucket: int) -> AbstractContextManager[torch.Tensor]:
+        """Inside the context, launches of a bucket run the same kernel with time stamps; for measuring.
+
+        Returns:
+            Of the context: the event buffer (CTAs, words) int64 of `vendored_kernels.timeline`, to be zeroed before a
+            launch and read behind it.
+
+        Raises:
+            MegaMoeUnavailableError: This engine has no time stamps, or the kernel cannot be had here.
+            MegaMoeStateError: No weights are bound.
+        """
+        raise MegaMoeUnavailableError(f"engine '{self.name}' writes no time stamps")
 
     @abstractmethod
     def slot_tensors(self, weights: WeightStore) -> dict[str, torch.Tensor]:

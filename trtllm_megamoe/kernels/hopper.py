@@ -39,7 +39,12 @@ __all__ = ["SITE_CELLS", "SITE_HEADER", "SITE_PEER", "KernelConfig"]
 
 ARCH = "sm_90a"
 
-_FAULTS: dict[str, int] = {"staged tokens": FAULT_STAGED, "publish": FAULT_PUBLISH, "pull": FAULT_PULL, "return": FAULT_RETURN}
+_FAULTS: dict[str, int] = {
+    "staged tokens": FAULT_STAGED,
+    "publish": FAULT_PUBLISH,
+    "pull": FAULT_PULL,
+    "return": FAULT_RETURN,
+}
 
 Progress = Callable[[str, str], None]
 """Called with (kernel name, "cached" or "compiled") per kernel."""
@@ -83,6 +88,8 @@ def load_launches(
     anchor: torch.Tensor,
     addresses: Mapping[str, int],
     cache: ObjectCache | None = None,
+    *,
+    timestamps: bool = False,
 ) -> dict[int, PreparedLaunch]:
     """Bucket -> launch with its fixed arguments bound; objects come from the cache, missing ones are compiled first.
 
@@ -93,16 +100,18 @@ def load_launches(
         anchor: Any tensor of the device.
         addresses: Values of `vendored_kernels.launch` arguments that do not change between launches.
         cache: Object cache; None takes the user's.
+        timestamps: Take the kernels that write an event buffer; `addresses` says where.
 
     Raises:
         MegaMoeUnavailableError: As :func:`obtain`.
     """
     tiles = {bucket: tile_of(resolved.tactic) for bucket, resolved in tactics.items()}
-    directories = obtain(spec, tiles.values(), cache if cache is not None else ObjectCache())
+    cache = cache if cache is not None else ObjectCache()
+    directories = obtain(spec, tiles.values(), cache, timestamps=timestamps)
     prepared: dict[ResolvedTactic, PreparedLaunch] = {}
     for bucket, resolved in tactics.items():
         if resolved not in prepared:
-            kernel = KernelConfig(spec, tiles[bucket])
+            kernel = KernelConfig(spec, tiles[bucket], timestamps=timestamps)
             numbers = {"grid": num_ctas, "ctas_per_rank": num_ctas, "lag": resolved.tactic.fc1_lag * num_ctas}
             function = registry.load_kernel(kernel, ARCH, directories[kernel.tile.name])
             launch = Launch(function, anchor, {**addresses, **numbers})
@@ -129,7 +138,12 @@ def fault_step(step: str) -> int:
 
 
 def obtain(
-    spec: LayerSpec, tiles: Iterable[TileConfig], cache: ObjectCache, progress: Progress | None = None
+    spec: LayerSpec,
+    tiles: Iterable[TileConfig],
+    cache: ObjectCache,
+    progress: Progress | None = None,
+    *,
+    timestamps: bool = False,
 ) -> dict[str, Path]:
     """Directories that hold the objects of these tiles, by tile name; what the cache lacks is compiled first.
 
@@ -140,7 +154,7 @@ def obtain(
     for tile in tiles:
         if tile.name in found:
             continue
-        kernel = KernelConfig(spec, tile)
+        kernel = KernelConfig(spec, tile, timestamps=timestamps)
         entry, state = get_or_compile(ARCH, kernel, object_key(kernel), cache)
         found[tile.name] = entry.directory
         if progress is not None:
@@ -154,6 +168,7 @@ def kernel_name(kernel: KernelConfig) -> str:
     return (
         f"{ARCH}-{kernel.tile.name}-h{layer.hidden_size}-i{layer.intermediate_size}-e{layer.num_local_experts}"
         f"-k{layer.top_k}-r{layer.ep_size}-{layer.activation_mode}-{layer.combine_format}"
+        f"{'-timestamps' if kernel.timestamps else ''}"
     )
 
 

@@ -8,7 +8,8 @@ can be captured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +34,7 @@ from trtllm_megamoe.tuning.table import ResolvedTactic
 from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
+from vendored_kernels.timeline import CTA_WORDS
 
 _DECODE_FACTOR = 2.0**14
 """Weights decode to code * scale * 2^-14 (an exact f16 value); the epilogue's factor takes it back."""
@@ -147,6 +149,22 @@ class CudaEngine(Engine):
             bucket: replace(prepared, launch=partial(prepared.launch, **fault))
             for bucket, prepared in self._launches.items()
         }
+
+    @contextmanager
+    def record_timeline(self, bucket: int) -> Iterator[torch.Tensor]:
+        if self._mode is None:
+            raise MegaMoeStateError(f"rank {self._rank}: record_timeline before load_weights")
+        plain = self._launches[bucket]
+        buffer = torch.zeros(self._num_ctas, CTA_WORDS, dtype=torch.int64, device=self.device)
+        spec = hopper.layer_spec(self._config, self._workspace.comm.size, self._mode)
+        addresses = {**self._addresses, "timestamps": buffer.data_ptr()}
+        tactics = {bucket: plain.choice.resolved}
+        anchor = self._spaces["local"][:256]
+        self._launches |= hopper.load_launches(spec, tactics, self._num_ctas, anchor, addresses, timestamps=True)
+        try:
+            yield buffer
+        finally:
+            self._launches[bucket] = plain
 
     def saturation(self) -> SaturationReport | None:
         """The kernel does not count saturated blocks; the CPU engine does."""
