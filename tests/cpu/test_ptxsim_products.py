@@ -16,6 +16,7 @@ import torch
 
 from tools.gpu_suite.products import (
     LEGAL_BYTES,
+    SPECS,
     ProductCase,
     byte_value,
     code_parts,
@@ -97,6 +98,16 @@ def test_make_case_shows_every_product_in_every_projection(mode: str) -> None:
             shown |= {(kind, code, byte) for _, code, byte in case.products[t].tolist()}
     kinds = {"down", "up difference", "gate difference"} | ({"up alone", "gate alone"} if mode == "bf16" else set())
     assert shown == {(kind, code, byte) for kind in kinds for code in range(16) for byte in LEGAL_BYTES}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.activation_mode)
+def test_make_case_of_the_gpu_suite_expects_what_the_oracle_gives(spec: LayerSpec) -> None:
+    """Two independent ways to the same values, before a GPU is asked."""
+    shape = (spec.hidden_size, spec.intermediate_size, spec.num_local_experts, spec.top_k)
+    case = make_case(*shape, spec.activation_mode, LEGAL_BYTES, 8)
+    options = OracleOptions.product(ActivationMode(spec.activation_mode))
+    y = oracle_forward(OracleWeights.from_tensors(case.tensors), case.x, case.ids, case.weights, options)
+    assert case.wrong(y) == [] and bool(y.any())
 
 
 @pytest.mark.parametrize(

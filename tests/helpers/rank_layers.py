@@ -36,23 +36,22 @@ class OverRanks:
         """(R * T, H) in and out; `max_tokens_over_ranks` is R * T."""
         count = len(self.layers)
         parts = list(zip(x.chunk(count), topk_ids.chunk(count), topk_weights.chunk(count), strict=True))
-        caller = torch.cuda.current_stream() if x.is_cuda else None
-        for stream in self.streams:
-            if stream is not None:
-                stream.wait_stream(caller)
+        forked = [stream for stream in self.streams if stream is not None]
+        caller = torch.cuda.current_stream() if forked else None
+        for stream in forked:
+            stream.wait_stream(caller)
 
         def run(rank: int) -> torch.Tensor:
             stream = self.streams[rank]
             with torch.cuda.stream(stream) if stream is not None else nullcontext():
                 return self.layers[rank].forward(*parts[rank], max_tokens_over_ranks // count)
 
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if forked and torch.cuda.is_current_stream_capturing():
             outs = [run(rank) for rank in range(count)]
         else:
             outs = list(self._threads.map(run, range(count)))
-        for stream in self.streams:
-            if stream is not None:
-                caller.wait_stream(stream)
+        for stream in forked:
+            caller.wait_stream(stream)
         return torch.cat(outs)
 
 
