@@ -164,7 +164,7 @@ def test_bench_unverified_result_is_visible_and_exits_1(monkeypatch: pytest.Monk
         ([*TINY, "--routing", "spiral"], "spiral"),
         ([*TINY, "--routing", "zero-rank"], "at least 2 ranks"),
         ([*TINY, "--engine", "cpu", "--autotune"], "no tactics to choose from"),
-        ([*TINY, "--rivals", "--virtual-ranks", "2"], "use --share-of-ep 2"),
+        ([*TINY, "--engine", "cpu", "--phases"], "no time stamps"),
         ([*TINY, "--combine-format", "fp2"], "fp2"),
         ([*TINY, "--engine", "cuda"], "cuda"),
         ([*TINY, "--engine", "cpu", "--cuda-graph"], "no CUDA graph"),

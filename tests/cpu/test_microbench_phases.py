@@ -11,10 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from click.testing import CliRunner
 
 from microbench import phases, report
-from microbench.cli import main
 from microbench.phases import PHASES, spans_of, summarise
 from trtllm_megamoe.comm import Communicator, run_threads, single
 from vendored_kernels import timeline
@@ -112,9 +110,3 @@ def test_measure_gives_the_rank_whose_launch_is_longest_to_all() -> None:
 def test_measure_gives_nothing_where_stamps_change_the_result() -> None:
     layer: Any = Layer(single(), torch.zeros(4))
     assert phases.measure(layer, layer.forward, torch.ones(4), single(), 10.0) is None
-
-
-def test_phases_of_the_cpu_engine_are_refused() -> None:
-    arguments = ["--engine", "cpu", "--preset", "qwen3-235b", "--scale-experts", "8", "--scale-channels", "64"]
-    result = CliRunner().invoke(main, [*arguments, "--tokens-per-rank", "1", "--phases"])
-    assert result.exit_code == 2 and "no time stamps" in result.output

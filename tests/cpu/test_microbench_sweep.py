@@ -58,8 +58,13 @@ def test_sweep_names_the_kernels_it_needs() -> None:
     assert result.exit_code == 0, result.output
     *names, total = result.output.split("\n")[:-1]
     assert total == f"{len(names)} kernels" and len(names) == len(set(names)) <= 60
-    assert len([name for name in names if "-r8-" in name]) == 6, "eight ranks share one GPU: two tiles a wire"
+    plain = [name for name in names if not name.endswith("-timestamps")]
+    assert len(plain) == len(names) - 5, "three tiles of one rank and two of eight are also split into phases"
+    assert len([name for name in plain if "-r8-" in name]) == 6, "eight ranks share one GPU: two tiles a wire"
     assert len([name for name in names if "h7168-i3072" in name and name.endswith("nvfp4-bf16")]) == 4
+    over_gpus = CliRunner().invoke(main, ["sweep", "--needs", "--ranks", "2"]).output.split("\n")[:-1]
+    assert over_gpus[-1] == f"{len(over_gpus) - 1} kernels" and len(over_gpus) <= 40
+    assert all("-r2-" in name for name in over_gpus[:-1] if "h7168-i2048-e32-k8-r1-bf16-bf16" not in name)
     only = CliRunner().invoke(main, ["sweep", "--needs", "--only", "virtual-ranks"]).output
     assert only.count("\n") == 1 + 2 and all(name in names for name in only.split("\n")[:2])
 
