@@ -26,6 +26,9 @@ from tools.gpu_suite.products import (
 )
 from tools.ptxsim.layers import KernelFile
 from tools.ptxsim.ranks import run_sm90
+from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
+from vendored_kernels.sm90.config import LayerSpec
 
 DATA = Path(__file__).parent.parent / "data" / "ptx"
 SHAPE = (128, 64, 3, 2)
