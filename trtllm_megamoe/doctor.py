@@ -26,7 +26,7 @@ MIN_TORCH = (2, 4)
 _PROBE_S = 60.0
 
 _HOPPER = "Hopper (sm_90a)"
-_NOT_RUN = "kernels compiled, inspected, interpreted; not yet run on hardware, no engine launches them"
+_NOT_RUN = "kernels compiled, inspected, interpreted; not yet run on hardware: launched if engine 'cuda' is asked for"
 _GPU_FAMILIES = {
     (9, 0): _HOPPER,
     (10, 0): f"Blackwell (sm_100a): {_NOT_RUN}",
@@ -151,15 +151,18 @@ def _gpu_arch() -> Finding:
     needed_for = "cuda engine"
     torch = _load_torch()
     if torch is None or not torch.cuda.is_available():
-        return Finding("gpu arch", "missing", "no GPU visible", needed_for, "run on a Hopper GPU")
+        return Finding("gpu arch", "missing", "no GPU visible", needed_for, "run on a Hopper or Blackwell GPU")
     seen = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         family = _GPU_FAMILIES.get(capability, "not supported")
         seen.append((torch.cuda.get_device_name(index), capability, family))
     text = ", ".join(sorted({f"{name}: {major}.{minor}, {family}" for name, (major, minor), family in seen}))
-    if all(family != _HOPPER for _, _, family in seen):
-        return Finding("gpu arch", "unusable", text, needed_for, "run on a Hopper GPU")
+    families = {family for _, _, family in seen}
+    if families <= {"not supported"}:
+        return Finding("gpu arch", "unusable", text, needed_for, "run on a Hopper or Blackwell GPU")
+    if _HOPPER not in families:
+        return Finding("gpu arch", "ok", text, needed_for, "check the kernels first: python -m trtllm_megamoe selftest")
     return Finding("gpu arch", "ok", text, needed_for)
 
 

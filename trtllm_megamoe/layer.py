@@ -87,7 +87,7 @@ class MegaMoELayer:
             choice, self._workspace = _build_workspace(config, comm)
         else:
             choice = _choose(config, comm)
-            workspace.require_fits(Geometry.from_config(config, comm.size), comm, choice.name)
+            workspace.require_fits(Geometry.from_config(config, comm.size, choice.pool_layout), comm, choice.name)
             _agree(config, choice, comm, workspace.generation)
             self._workspace = workspace
         self.table = self._workspace.table
@@ -379,7 +379,7 @@ def build_workspace(config: MegaMoeConfig, comm: Communicator | None = None) -> 
 def _build_workspace(config: MegaMoeConfig, comm: Communicator) -> tuple[EngineChoice, Workspace]:
     choice = _choose(config, comm)
     _agree(config, choice, comm, None)
-    table = RegionTable(Geometry.from_config(config, comm.size))
+    table = RegionTable(Geometry.from_config(config, comm.size, choice.pool_layout))
     device = engine_device(choice, comm, config.timeout_s)
     return choice, Workspace(table, comm, device, config.timeout_s)
 

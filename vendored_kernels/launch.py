@@ -6,7 +6,7 @@ The caller owns all memory and passes addresses; workspace addresses are base + 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ADDRESSES = (
@@ -83,14 +83,21 @@ class Launch:
     Graph-safe: no allocation, no synchronisation. The first call loads the GPU code, so warm up before capture.
     """
 
-    def __init__(self, function: Callable[..., None], anchor: Any, fixed: Mapping[str, int]) -> None:
-        unknown = set(fixed) - set(ADDRESSES) - set(NUMBERS)
+    def __init__(
+        self,
+        function: Callable[..., None],
+        anchor: Any,
+        fixed: Mapping[str, int],
+        names: Sequence[str] = (*ADDRESSES, *NUMBERS),
+    ) -> None:
+        """`names`: the object's arguments in order; those of the Hopper kernels where nothing is said."""
+        unknown = set(fixed) - set(names)
         if unknown:
             raise KeyError(f"unknown launch arguments {sorted(unknown)}")
         self._function = function
         self._anchor = anchor
-        self._values = [fixed.get(name, 0) for name in (*ADDRESSES, *NUMBERS)]
-        self._index = {name: i for i, name in enumerate((*ADDRESSES, *NUMBERS))}
+        self._values = [fixed.get(name, 0) for name in names]
+        self._index = {name: i for i, name in enumerate(names)}
 
     def __call__(self, **changing: int) -> None:
         """Launch on torch's current stream."""

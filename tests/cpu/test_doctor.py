@@ -81,7 +81,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int
     ("capabilities", "verdict", "text"),
     [
         ([(9, 0)], "ok", "Hopper (sm_90a)"),
-        ([(10, 0), (10, 3)], "unusable", "not yet run on hardware"),
+        ([(10, 0), (10, 3)], "ok", "not yet run on hardware"),
         ([(8, 0), (9, 0)], "ok", "not supported"),
         ([(8, 0)], "unusable", "8.0, not supported"),
         ([(12, 0)], "unusable", "12.0, not supported"),

@@ -19,10 +19,10 @@ from tests.helpers.golden import golden_layer
 from tests.helpers.host_layer import finish_balancing, forward, load, load_balancer, make_moe, model_config, run_context
 from trtllm_megamoe.comm import Communicator, run_threads
 from trtllm_megamoe.config import MegaMoeConfig
-from trtllm_megamoe.engines.cuda import engine
 from trtllm_megamoe.envs import HOST_VARS
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeTimeoutError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
+from trtllm_megamoe.kernels.family import Family
 from trtllm_megamoe.kernels.selection import environment, tuning_target
 from trtllm_megamoe.kernels.tactics import tactic_of
 from trtllm_megamoe.layer import MegaMoELayer
@@ -181,12 +181,12 @@ def test_rank_without_the_kernels_stops_all_ranks_with_one_text(
     recorder = cuda_on_cpu.install(monkeypatch)
     here = threading.local()
 
-    def obtain(spec: Any, tiles: Any, cache: Any) -> dict[str, Path]:
+    def obtain(family: Family, spec: Any, tiles: Any, cache: Any) -> dict[str, Path]:
         if here.rank == 1:
             raise MegaMoeUnavailableError("kernel x is not in the store and cannot be compiled here")
         return {}
 
-    monkeypatch.setattr(engine.hopper, "obtain", obtain)
+    monkeypatch.setattr(Family, "obtain", obtain)
     config = MegaMoeConfig.create(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4,
                                   max_tokens_per_rank=16, engine="cuda")  # fmt: skip
 

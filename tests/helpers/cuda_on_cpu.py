@@ -16,6 +16,7 @@ import torch
 
 from trtllm_megamoe.engines import registry
 from trtllm_megamoe.engines.cuda import engine
+from trtllm_megamoe.kernels.family import FAMILIES, Family
 from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
 from trtllm_megamoe.symmetric.workspace import Workspace
 from trtllm_megamoe.tuning.table import ResolvedTactic
@@ -40,6 +41,7 @@ class Recorder:
 
     def load(
         self,
+        family: Family,
         spec: Any,
         tactics: Mapping[int, ResolvedTactic],
         num_ctas: int,
@@ -58,8 +60,8 @@ class Recorder:
         return {bucket: make(bucket) for bucket in tactics}
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, record: bool = True) -> Recorder:
-    """Pretend that one Hopper GPU is visible and that its memory is the host's; `record` False loads real kernels."""
+def install(monkeypatch: pytest.MonkeyPatch, *, record: bool = True, arch: str = "sm_90a", sms: int = 132) -> Recorder:
+    """Pretend that one GPU is visible and that its memory is the host's; `record` False loads real kernels."""
     recorder = Recorder()
     zeros, fits = torch.zeros, Workspace.require_fits
 
@@ -67,13 +69,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *, record: bool = True) -> Recorder
         return zeros(*sizes, **options)
 
     monkeypatch.setattr(registry, "why_not", lambda ep_size: None)
+    monkeypatch.setattr(registry, "family_here", lambda: FAMILIES[arch])
     monkeypatch.setattr(registry, "choose_device", lambda comm, timeout_s: torch.device("cpu"))
     monkeypatch.setattr(Workspace, "require_fits", lambda self, geometry, comm, _: fits(self, geometry, comm, "cpu"))
     monkeypatch.setattr(engine.torch, "zeros", zeros_without_pinning)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=sms))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorder.is_capturing)
     if record:
-        monkeypatch.setattr(engine.hopper, "load_launches", recorder.load)
-        monkeypatch.setattr(engine.hopper, "obtain", lambda spec, tiles, cache: {})
+        monkeypatch.setattr(Family, "load_launches", lambda *given: recorder.load(*given))
+        monkeypatch.setattr(Family, "obtain", lambda family, spec, tiles, cache: {})
     return recorder

@@ -162,11 +162,12 @@ def make_plan(model: ModelShape, ep_size: int, config: MegaMoeConfig) -> Plan:
     """
     require_eligible(config, ep_size, model.name)
     shape = LayerShape(config.hidden_size, config.intermediate_size, config.num_experts, config.top_k)
+    engine = choose_engine(config.engine, ep_size)
     return Plan(
         model=model,
         config=config,
-        engine=choose_engine(config.engine, ep_size),
-        regions=RegionTable(Geometry.from_config(config, ep_size)),
+        engine=engine,
+        regions=RegionTable(Geometry.from_config(config, ep_size, engine.pool_layout)),
         layer_weight_bytes=ModuleSpec(shape, 0, config.num_experts // ep_size).source_bytes,
     )
 

@@ -22,6 +22,7 @@ from trtllm_megamoe.contract import require_eligible
 from trtllm_megamoe.engines.registry import choose_engine
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
+from trtllm_megamoe.kernels.family import family_here
 from trtllm_megamoe.kernels.selection import environment, table_path, tuning_target
 from trtllm_megamoe.kernels.tactics import tile_of
 from trtllm_megamoe.layer import MegaMoELayer
@@ -131,7 +132,7 @@ def command(
 def gpu_environment() -> TuningEnvironment:
     """This machine's GPU and build, as tables record it."""
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return environment(facts.name, facts.multi_processor_count)
+    return environment(facts.name, facts.multi_processor_count, family_here().arch)
 
 
 def open_table(path: Path, here: TuningEnvironment) -> TacticTable:
@@ -166,7 +167,7 @@ def tune_layer(
     """
     mode = config.activation_mode
     assert mode is not None  # tuned layers name their mode
-    space, facts = tuning_target(config, mode, comm.size, here.num_sms)
+    space, facts = tuning_target(config, mode, comm.size, here.num_sms, here.arch)
     known = found.of_layer(facts) if found is not None else {}
     known = comm.allgather(known, config.timeout_s)[0]
     missing = [bucket for bucket in buckets if bucket not in known]

@@ -13,20 +13,30 @@ from trtllm_megamoe.config import EngineName, MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine
 from trtllm_megamoe.engines.cuda.availability import why_not
 from trtllm_megamoe.errors import MegaMoeUnavailableError
+from trtllm_megamoe.kernels.family import FAMILIES, Family, family_here
+from trtllm_megamoe.regions import PoolLayout
 from trtllm_megamoe.symmetric.devices import choose_device
 from trtllm_megamoe.symmetric.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Name of the engine and why it was taken."""
+    """Name of the engine, why it was taken, and the target whose kernels it launches (None: it has no kernels)."""
 
     name: str
     reason: str
+    arch: str | None = None
+
+    @property
+    def pool_layout(self) -> PoolLayout:
+        """What the engine keeps token rows as; fixes the workspace."""
+        return "f16" if self.arch is None else FAMILIES[self.arch].pool_layout
 
 
 def choose_engine(requested: EngineName, ep_size: int) -> EngineChoice:
     """Resolve an engine request. A named engine that cannot run is an error, never another engine (pitfall B30).
+
+    Kernels that have not run on hardware are launched on request only: `auto` passes them by and says so.
 
     Raises:
         MegaMoeUnavailableError: `cuda` was asked for and cannot run this layer here.
@@ -37,10 +47,18 @@ def choose_engine(requested: EngineName, ep_size: int) -> EngineChoice:
     if requested == "cuda":
         if obstacle is not None:
             raise MegaMoeUnavailableError(f"engine 'cuda' was asked for, but {obstacle}; allowed here: cpu, auto")
-        return EngineChoice("cuda", "asked for")
+        return _cuda("asked for", family_here())
     if obstacle is not None:
         return EngineChoice("cpu", f"auto: not cuda, because {obstacle}")
-    return EngineChoice("cuda", "auto: a Hopper GPU is visible")
+    family = family_here()
+    if family.caution is not None:
+        return EngineChoice("cpu", f"auto: not cuda, because {family.caution}; ask for engine 'cuda' to run them")
+    return _cuda(f"auto: a {family.name} GPU is visible", family)
+
+
+def _cuda(reason: str, family: Family) -> EngineChoice:
+    caution = f"; {family.caution}" if family.caution is not None else ""
+    return EngineChoice("cuda", reason + caution, family.arch)
 
 
 def engine_device(choice: EngineChoice, comm: Communicator, timeout_s: float) -> torch.device:
@@ -59,7 +77,7 @@ def build_engine(choice: EngineChoice, config: MegaMoeConfig, ladder: BucketLadd
     if choice.name == "cuda":
         from trtllm_megamoe.engines.cuda.engine import CudaEngine
 
-        return CudaEngine(config, workspace, ladder)
+        return CudaEngine(config, workspace, ladder, FAMILIES[choice.arch or family_here().arch])
     from trtllm_megamoe.engines.cpu.engine import CpuEngine
 
     return CpuEngine(config, workspace)

@@ -6,6 +6,8 @@ Used by the backend, which gets a workspace when it builds its layer and gives i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeStateError
@@ -46,4 +48,5 @@ def _serves(workspace: Workspace, geometry: Geometry, comm: Communicator) -> boo
         workspace.require_launchable()
     except MegaMoeStateError:
         return False
-    return workspace.comm is comm and workspace.table.geometry == geometry
+    theirs = workspace.table.geometry
+    return workspace.comm is comm and theirs == replace(geometry, pool_layout=theirs.pool_layout)  # one engine a job

@@ -22,8 +22,10 @@ from trtllm_megamoe.tuning.tactic import Tactic, TacticSpace
 from vendored_kernels import registry
 from vendored_kernels.sm90.config import KernelConfigError, LayerSpec
 from vendored_kernels.sm100.config import (
+    ADDRESSES,
     ARCHITECTURES,
     MAX_REGISTERS,
+    NUMBERS,
     TILE_ROWS,
     TILES,
     KernelConfig,
@@ -35,6 +37,9 @@ from vendored_kernels.sm100.config import (
 __all__ = ["KernelConfig"]
 
 ARCHS = ARCHITECTURES
+
+ARGUMENTS = (*ADDRESSES, *NUMBERS)
+"""Launch arguments in the objects' order."""
 
 KERNEL = "sm100"
 """Name of the family in tactic tables."""

@@ -6,10 +6,8 @@ Used by the `compile` command (no GPU) and by the CUDA engine. A process with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-
-import torch
 
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.cache.keys import ObjectKey
@@ -18,11 +16,7 @@ from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, ScorePlacement
 from trtllm_megamoe.kernels.objects import get_or_compile
-from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
-from trtllm_megamoe.kernels.tactics import tile_of
-from trtllm_megamoe.tuning.table import ResolvedTactic
 from vendored_kernels import registry
-from vendored_kernels.launch import Launch
 from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile
 from vendored_kernels.sm90.sites import (
     FAULT_PUBLISH,
@@ -79,46 +73,6 @@ def layer_spec(config: MegaMoeConfig, ep_size: int, mode: ActivationMode) -> Lay
 def tiles_of_ladder(spec: LayerSpec, ladder: BucketLadder, num_sms: int) -> dict[int, TileConfig]:
     """Bucket -> tile configuration of the heuristic; several buckets may share one."""
     return {rung: choose_tile(spec, rung, num_sms) for rung in ladder.rungs}
-
-
-def load_launches(
-    spec: LayerSpec,
-    tactics: Mapping[int, ResolvedTactic],
-    num_ctas: int,
-    anchor: torch.Tensor,
-    addresses: Mapping[str, int],
-    cache: ObjectCache | None = None,
-    *,
-    timestamps: bool = False,
-) -> dict[int, PreparedLaunch]:
-    """Bucket -> launch with its fixed arguments bound; objects come from the cache, missing ones are compiled first.
-
-    Args:
-        spec: See :func:`layer_spec`.
-        tactics: Bucket -> what it runs; legal ones (see :mod:`trtllm_megamoe.kernels.selection`).
-        num_ctas: CTAs of a launch; all must be resident, so no more than this rank has multiprocessors for itself.
-        anchor: Any tensor of the device.
-        addresses: Values of `vendored_kernels.launch` arguments that do not change between launches.
-        cache: Object cache; None takes the user's.
-        timestamps: Take the kernels that write an event buffer; `addresses` says where.
-
-    Raises:
-        MegaMoeUnavailableError: As :func:`obtain`.
-    """
-    tiles = {bucket: tile_of(resolved.tactic) for bucket, resolved in tactics.items()}
-    cache = cache if cache is not None else ObjectCache()
-    directories = obtain(spec, tiles.values(), cache, timestamps=timestamps)
-    prepared: dict[ResolvedTactic, PreparedLaunch] = {}
-    for bucket, resolved in tactics.items():
-        if resolved not in prepared:
-            kernel = KernelConfig(spec, tiles[bucket], timestamps=timestamps)
-            numbers = {"grid": num_ctas, "ctas_per_rank": num_ctas, "lag": resolved.tactic.fc1_lag * num_ctas}
-            function = registry.load_kernel(kernel, ARCH, directories[kernel.tile.name])
-            launch = Launch(function, anchor, {**addresses, **numbers})
-            choice = LaunchChoice(kernel_name(kernel), object_key(kernel).digest, resolved)
-            launch(dry=1)  # loads the code, which neither a capture nor a launch that waits for peers should do
-            prepared[resolved] = PreparedLaunch(choice, launch)
-    return {bucket: prepared[resolved] for bucket, resolved in tactics.items()}
 
 
 def describe_site(site: int, index: int) -> str:

@@ -17,8 +17,8 @@ from trtllm_megamoe.comm.base import Communicator
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.envs import TACTICS
 from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.kernels.hopper import ARCH, layer_spec
-from trtllm_megamoe.kernels.tactics import KERNEL, tactic_space
+from trtllm_megamoe.kernels.family import FAMILIES
+from trtllm_megamoe.kernels.hopper import ARCH
 from trtllm_megamoe.tuning.table import ResolvedTactic, TuningEnvironment, resolve_tactics
 from trtllm_megamoe.tuning.tactic import TacticSpace
 from vendored_kernels import registry
@@ -34,26 +34,27 @@ def table_path() -> Path | None:
 
 
 def tuning_target(
-    config: MegaMoeConfig, mode: ActivationMode, ep_size: int, num_sms: int
+    config: MegaMoeConfig, mode: ActivationMode, ep_size: int, num_sms: int, arch: str = ARCH
 ) -> tuple[TacticSpace, dict[str, Any]]:
     """The tactics of a layer, and what identifies it in a table: all that is compiled in, and the number of ranks.
 
     Raises:
         MegaMoeConfigError: The kernel does not support the layer; the text names the rule.
     """
-    spec = layer_spec(config, ep_size, mode)
-    return tactic_space(spec, num_sms), {**asdict(spec), "ep_size": ep_size}
+    family = FAMILIES[arch]
+    spec = family.layer_spec(config, ep_size, mode)
+    return family.tactic_space(spec, num_sms), {**asdict(spec), "ep_size": ep_size}
 
 
-def environment(gpu_name: str, num_sms: int) -> TuningEnvironment:
+def environment(gpu_name: str, num_sms: int, arch: str = ARCH) -> TuningEnvironment:
     """This process's side of a comparison with a table."""
     return TuningEnvironment(
-        kernel=KERNEL,
-        arch=ARCH,
+        kernel=FAMILIES[arch].kernel_name,
+        arch=arch,
         gpu_name=gpu_name,
         num_sms=num_sms,
         dsl_version=registry.DSL_VERSION,
-        kernel_sources=registry.source_digest(),
+        kernel_sources=registry.source_digest(arch),
         package_version=trtllm_megamoe.__version__,
     )
 
@@ -89,9 +90,9 @@ def select_tactics(
     """
     ranks = comm.size if ep_size is None else ep_size
     path = path if path is not None else table_path()
-    modes = tuple(ActivationMode) if config.activation_mode is None else (config.activation_mode,)
+    modes = FAMILIES[here.arch].modes if config.activation_mode is None else (config.activation_mode,)
     selection = {}
     for mode in modes:
-        space, facts = tuning_target(config, mode, ranks, here.num_sms)
+        space, facts = tuning_target(config, mode, ranks, here.num_sms, here.arch)
         selection[mode] = resolve_tactics(space, buckets, facts, here, path, comm, config.timeout_s)
     return selection

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from trtllm_megamoe.regions import RegionTable
+from trtllm_megamoe.regions import PoolLayout, RegionTable
 
 LOCAL_REGIONS = {
     "pool": "pool",
@@ -19,6 +19,26 @@ LOCAL_REGIONS = {
     "expected_returns": "expected_returns",
 }
 """Launch argument -> region of the local space; the argument is an address."""
+
+_ATOM_REGIONS = {
+    **{argument: region for argument, region in LOCAL_REGIONS.items() if argument != "row_scale"},
+    "pool_scales": "pool_scales",
+    "h_scales": "fc1_scales",
+}
+
+LOCAL_REGIONS_OF: dict[PoolLayout, dict[str, str]] = {"f16": LOCAL_REGIONS, "sm_100": _ATOM_REGIONS}
+"""The same by what the pool holds: Hopper's f16 rows, or Blackwell's packed rows and scales."""
+
+WEIGHTS_OF: dict[PoolLayout, dict[str, str]] = {
+    "f16": {"w1": "fc1_records", "w2": "fc2_records"},
+    "sm_100": {
+        "w1_codes": "fc1_codes",
+        "w1_scales": "fc1_scales",
+        "w2_codes": "fc2_codes",
+        "w2_scales": "fc2_scales",
+    },
+}
+"""Launch argument -> packed weight buffer."""
 
 SHARED_REGIONS = {
     "abort_at": "abort",

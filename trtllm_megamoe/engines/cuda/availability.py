@@ -7,6 +7,8 @@ import importlib.util
 
 import torch
 
+from trtllm_megamoe.errors import MegaMoeUnavailableError
+from trtllm_megamoe.kernels.family import family_here
 from vendored_kernels.sm90.config import MAX_EP_SIZE
 
 
@@ -16,9 +18,10 @@ def why_not(ep_size: int) -> str | None:
         return f"its kernels support at most {MAX_EP_SIZE} ranks, ep_size is {ep_size}"
     if not torch.cuda.is_available():
         return "no CUDA device is visible to torch"
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) != (9, 0):
-        return f"the GPU has compute capability {major}.{minor}, the kernels need 9.0 (Hopper)"
+    try:
+        family_here()
+    except MegaMoeUnavailableError as err:
+        return str(err)
     if importlib.util.find_spec("tvm_ffi") is None:
         return "apache-tvm-ffi is not installed (pip install apache-tvm-ffi)"
     return None

@@ -8,6 +8,8 @@ can be captured.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,14 +22,14 @@ from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.cache.store import BUILD_WAIT_S, ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine, SaturationReport, shared_weight_facts
-from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS, SHARED_REGIONS, layout_numbers
+from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS_OF, SHARED_REGIONS, WEIGHTS_OF, layout_numbers
 from trtllm_megamoe.engines.cuda.failure import failure_of
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
+from trtllm_megamoe.kernels.family import Family
 from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
 from trtllm_megamoe.kernels.selection import environment, select_tactics
-from trtllm_megamoe.kernels.tactics import tactic_space, tile_of
 from trtllm_megamoe.regions import launch_facts
 from trtllm_megamoe.symmetric.workspace import Workspace
 from trtllm_megamoe.tuning.table import ResolvedTactic
@@ -36,23 +38,28 @@ from trtllm_megamoe.weights.calibration import ActivationObserver
 from trtllm_megamoe.weights.store import WeightStore
 from vendored_kernels.timeline import CTA_WORDS
 
-_DECODE_FACTOR = 2.0**14
-"""Weights decode to code * scale * 2^-14 (an exact f16 value); the epilogue's factor takes it back."""
-
 _SCALE_ROWS = "scale_rows"
 """Name of the table of factors among the slot tensors."""
 
 _ERROR_WORDS = 8
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_once(caution: str) -> None:
+    logger.warning("%s: check it first with `python -m trtllm_megamoe selftest`", caution)
 
 
 class CudaEngine(Engine):
     """See the module docstring. Graph-safe once weights are loaded, which loads the GPU code as well."""
 
     name = "cuda"
-    layout = "sm90"
-    auto_mode = ActivationMode.BF16  # costs no tensor time here, and is far more accurate
 
-    def __init__(self, config: MegaMoeConfig, workspace: Workspace, ladder: BucketLadder) -> None:
+    def __init__(self, config: MegaMoeConfig, workspace: Workspace, ladder: BucketLadder, family: Family) -> None:
+        if family.caution is not None:
+            _warn_once(family.caution)
+        self._family, self.layout, self.auto_mode = family, family.layout, family.auto_mode
         self._config, self._workspace, self._ladder = config, workspace, ladder
         self._table, self._rank, self.device = workspace.table, workspace.comm.rank, workspace.device
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -70,9 +77,9 @@ class CudaEngine(Engine):
         self._scales: torch.Tensor | None = None
         self._weights: WeightStore | None = None
         # collective, so here and not in bind: every rank must run the same
-        here = environment(torch.cuda.get_device_name(self.device), self._num_ctas)
+        here = environment(torch.cuda.get_device_name(self.device), self._num_ctas, family.arch)
         self._tactics = select_tactics(config, ladder.rungs, here, workspace.comm)
-        self._obtain_kernels(config.activation_mode or self.auto_mode)
+        self._obtain_kernels(config.activation_mode or family.auto_mode)
         self._addresses: dict[str, int] = {}
         self._launches: dict[int, PreparedLaunch] = {}
         self._mode: ActivationMode | None = None
@@ -138,8 +145,8 @@ class CudaEngine(Engine):
     def pin_tactic(self, bucket: int, tactic: Tactic) -> None:
         if self._mode is None:
             raise MegaMoeStateError(f"rank {self._rank}: pin_tactic before load_weights")
-        spec = hopper.layer_spec(self._config, self._workspace.comm.size, self._mode)
-        space = tactic_space(spec, self._num_ctas)
+        spec = self._family.layer_spec(self._config, self._workspace.comm.size, self._mode)
+        space = self._family.tactic_space(spec, self._num_ctas)
         resolved = ResolvedTactic(space.resolve(tactic, bucket), "pinned")
         self._launches.update(self._load(self._mode, {bucket: resolved}))
 
@@ -154,13 +161,15 @@ class CudaEngine(Engine):
     def record_timeline(self, bucket: int) -> Iterator[torch.Tensor]:
         if self._mode is None:
             raise MegaMoeStateError(f"rank {self._rank}: record_timeline before load_weights")
+        if "timestamps" not in self._family.arguments:
+            raise MegaMoeUnavailableError(f"rank {self._rank}: {self._family.name} kernels write no time stamps")
         plain = self._launches[bucket]
         buffer = torch.zeros(self._num_ctas, CTA_WORDS, dtype=torch.int64, device=self.device)
-        spec = hopper.layer_spec(self._config, self._workspace.comm.size, self._mode)
+        spec = self._family.layer_spec(self._config, self._workspace.comm.size, self._mode)
         addresses = {**self._addresses, "timestamps": buffer.data_ptr()}
         tactics = {bucket: plain.choice.resolved}
         anchor = self._spaces["local"][:256]
-        self._launches |= hopper.load_launches(spec, tactics, self._num_ctas, anchor, addresses, timestamps=True)
+        self._launches |= self._family.load_launches(spec, tactics, self._num_ctas, anchor, addresses, timestamps=True)
         try:
             yield buffer
         finally:
@@ -178,8 +187,8 @@ class CudaEngine(Engine):
         """(L + 1, 4) fp32: {gate, up, down factors, fc1 output's factor} per expert; last {qs1, 0, launch facts}."""
         alphas, num_local = weights.alphas, weights.spec.num_local_experts
         rows = torch.zeros(num_local + 1, 4, dtype=torch.float32, device=weights.device)
-        rows[:num_local, :2] = alphas["fc1_alpha"] * _DECODE_FACTOR
-        rows[:num_local, 2] = alphas["fc2_alpha"] * _DECODE_FACTOR
+        rows[:num_local, :2] = alphas["fc1_alpha"] / self._family.accumulator_scale
+        rows[:num_local, 2] = alphas["fc2_alpha"] / self._family.accumulator_scale
         rows[:num_local, 3] = alphas["fc1_norm_const"]
         if mode is ActivationMode.NVFP4:
             assert weights.scales.input_global is not None
@@ -190,36 +199,36 @@ class CudaEngine(Engine):
     def _find_addresses(self, weights: WeightStore) -> dict[str, int]:
         """Launch arguments that stay: operands, regions, strides."""
         assert self._scales is not None
+        layout = self._family.pool_layout
         table, packed, local = self._table, weights.packed, self._spaces["local"].data_ptr()
         base = self._spaces["shared"].data_ptr() if self._workspace.comm.size == 1 else 0
         return {
-            "w1": packed["fc1_records"].data_ptr(),
-            "w2": packed["fc2_records"].data_ptr(),
+            **{argument: packed[buffer].data_ptr() for argument, buffer in WEIGHTS_OF[layout].items()},
             "scales": self._scales.data_ptr(),
             "num_tokens": self._token_counts.data_ptr(),  # none; every forward names its own
             "error": self._error.data_ptr(),
             "timeout_ns": int(self._config.timeout_s * 1e9),
             "peers": self._peers.data_ptr(),
             "rank": self._rank,
-            **{argument: local + table[region].offset_bytes for argument, region in LOCAL_REGIONS.items()},
+            **{argument: local + table[region].offset_bytes for argument, region in LOCAL_REGIONS_OF[layout].items()},
             **{argument: base + table[region].offset_bytes for argument, region in SHARED_REGIONS.items()},
             **layout_numbers(table),
         }
 
     def _obtain_kernels(self, mode: ActivationMode) -> None:
         """Find or compile every bucket's kernel before a checkpoint is read; all ranks have them or none goes on."""
-        spec = hopper.layer_spec(self._config, self._workspace.comm.size, mode)
-        tiles = [tile_of(resolved.tactic) for resolved in self._tactics[mode].values()]
+        spec = self._family.layer_spec(self._config, self._workspace.comm.size, mode)
+        tiles = [self._family.tile_of(resolved.tactic) for resolved in self._tactics[mode].values()]
         succeed_or_fail_together(
-            lambda: hopper.obtain(spec, tiles, ObjectCache()),
+            lambda: self._family.obtain(spec, tiles, ObjectCache()),
             self._workspace.comm,
             max(self._config.timeout_s, BUILD_WAIT_S),
             error=MegaMoeUnavailableError,
         )
 
     def _load(self, mode: ActivationMode, tactics: Mapping[int, ResolvedTactic]) -> dict[int, PreparedLaunch]:
-        spec = hopper.layer_spec(self._config, self._workspace.comm.size, mode)
-        return hopper.load_launches(spec, tactics, self._num_ctas, self._spaces["local"][:256], self._addresses)
+        spec = self._family.layer_spec(self._config, self._workspace.comm.size, mode)
+        return self._family.load_launches(spec, tactics, self._num_ctas, self._spaces["local"][:256], self._addresses)
 
     def raise_if_failed(self) -> None:
         """The kernel writes its error record to host memory; an earlier launch's failure surfaces here."""
