@@ -20,25 +20,16 @@ LOCAL_REGIONS = {
 }
 """Launch argument -> region of the local space; the argument is an address."""
 
-_ATOM_REGIONS = {
-    **{argument: region for argument, region in LOCAL_REGIONS.items() if argument != "row_scale"},
-    "pool_scales": "pool_scales",
-    "h_scales": "fc1_scales",
-}
+_ATOM_REGIONS = {"pool_scales": "pool_scales", "h_scales": "fc1_scales"}
+"""The same, where token rows are packed NVFP4."""
 
-LOCAL_REGIONS_OF: dict[PoolLayout, dict[str, str]] = {"f16": LOCAL_REGIONS, "sm_100": _ATOM_REGIONS}
-"""The same by what the pool holds: Hopper's f16 rows, or Blackwell's packed rows and scales."""
 
-WEIGHTS_OF: dict[PoolLayout, dict[str, str]] = {
-    "f16": {"w1": "fc1_records", "w2": "fc2_records"},
-    "sm_100": {
-        "w1_codes": "fc1_codes",
-        "w1_scales": "fc1_scales",
-        "w2_codes": "fc2_codes",
-        "w2_scales": "fc2_scales",
-    },
-}
-"""Launch argument -> packed weight buffer."""
+def local_regions(table: RegionTable) -> dict[str, str]:
+    """`LOCAL_REGIONS` of the table's pool layout."""
+    everything = {**LOCAL_REGIONS, **_ATOM_REGIONS}
+    present = {region.name for region in table.regions("local")}
+    return {argument: region for argument, region in everything.items() if region in present}
+
 
 SHARED_REGIONS = {
     "abort_at": "abort",
@@ -53,6 +44,18 @@ SHARED_REGIONS = {
     "result_scales_at": "result_scales",
 }
 """Launch argument -> region of the shared space; the argument is an offset, for one rank an address."""
+
+
+WEIGHTS_OF: dict[PoolLayout, dict[str, str]] = {
+    "f16": {"w1": "fc1_records", "w2": "fc2_records"},
+    "sm_100": {
+        "w1_codes": "fc1_codes",
+        "w1_scales": "fc1_scales",
+        "w2_codes": "fc2_codes",
+        "w2_scales": "fc2_scales",
+    },
+}
+"""Launch argument -> packed weight buffer."""
 
 
 def layout_numbers(table: RegionTable) -> dict[str, int]:

@@ -22,7 +22,7 @@ from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.cache.store import BUILD_WAIT_S, ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine, SaturationReport, shared_weight_facts
-from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS_OF, SHARED_REGIONS, WEIGHTS_OF, layout_numbers
+from trtllm_megamoe.engines.cuda.arguments import SHARED_REGIONS, WEIGHTS_OF, layout_numbers, local_regions
 from trtllm_megamoe.engines.cuda.failure import failure_of
 from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
@@ -199,18 +199,20 @@ class CudaEngine(Engine):
     def _find_addresses(self, weights: WeightStore) -> dict[str, int]:
         """Launch arguments that stay: operands, regions, strides."""
         assert self._scales is not None
-        layout = self._family.pool_layout
         table, packed, local = self._table, weights.packed, self._spaces["local"].data_ptr()
         base = self._spaces["shared"].data_ptr() if self._workspace.comm.size == 1 else 0
         return {
-            **{argument: packed[buffer].data_ptr() for argument, buffer in WEIGHTS_OF[layout].items()},
+            **{
+                argument: packed[buffer].data_ptr()
+                for argument, buffer in WEIGHTS_OF[table.geometry.pool_layout].items()
+            },
             "scales": self._scales.data_ptr(),
             "num_tokens": self._token_counts.data_ptr(),  # none; every forward names its own
             "error": self._error.data_ptr(),
             "timeout_ns": int(self._config.timeout_s * 1e9),
             "peers": self._peers.data_ptr(),
             "rank": self._rank,
-            **{argument: local + table[region].offset_bytes for argument, region in LOCAL_REGIONS_OF[layout].items()},
+            **{argument: local + table[region].offset_bytes for argument, region in local_regions(table).items()},
             **{argument: base + table[region].offset_bytes for argument, region in SHARED_REGIONS.items()},
             **layout_numbers(table),
         }
