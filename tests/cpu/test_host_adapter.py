@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,8 +134,6 @@ def test_backend_settings_reach_the_layer(newest: str, monkeypatch: pytest.Monke
 
 def test_backend_takes_the_architectures_score_placement(newest: str) -> None:
     """B33: weights before the requantisation give other numbers than weights after; V4 has them before."""
-    from types import SimpleNamespace
-
     rows = slice(0, 6)
     outputs = {}
     for architecture in ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM"):
@@ -147,18 +146,58 @@ def test_backend_takes_the_architectures_score_placement(newest: str) -> None:
     assert rel_l2(*outputs.values()) > 10 * REL_L2
 
 
-def test_backend_reads_the_activations_constants(newest: str) -> None:
+def test_backend_reads_the_constants_from_the_hosts_carrier(newest: str) -> None:
+    """Newest hosts: the backend declares what it executes, the host fills `activation_params`; no loose values."""
     activation = importlib.import_module(f"{newest}.activation")
-    kind = activation.ActivationType.SwigluBias
-    limits = torch.full((16,), 0.5)
-    moe = make_moe(newest, QWEN, model_config(), activation=activation.MoEActivation(kind, 1.702, 1.0, limits))
-    load(moe, QWEN)
-    rows = slice(0, 4)
-    expected = oracle_of(QWEN, rows, swiglu_limit=0.5, swiglu_alpha=1.702, swiglu_beta=1.0)
-    assert rel_l2(forward(moe, QWEN, rows), expected) < REL_L2
+    rows, limits = slice(0, 4), torch.full((16,), 0.5)
+    constants = {"swiglu_limit": 0.5, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+    for carrier, expected in (
+        (activation.SwigluBiasActivation(1.702, 1.0, limits), constants),
+        (activation.SwigluActivation(clamp=0.25), {"swiglu_limit": 0.25}),
+        (activation.SwigluActivation(), {}),
+    ):  # fmt: skip
+        moe = make_moe(newest, QWEN, model_config(), activation=carrier)
+        assert not hasattr(moe.backend, "swiglu_limit")
+        load(moe, QWEN)
+        assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows, **expected)) < REL_L2
     limits[3] = 0.6
-    with pytest.raises(MegaMoeConfigError, match=r"swiglu_limit differs between experts \(0.5 to 0.6\)"):
-        make_moe(newest, QWEN, model_config(), activation=activation.MoEActivation(kind, 1.702, 1.0, limits))
+    with pytest.raises(ValueError, match="TrtllmMegamoeBackend only supports a uniform activation clamp"):
+        make_moe(newest, QWEN, model_config(), activation=activation.SwigluActivation(clamp=limits))
+
+
+@pytest.mark.parametrize("era", ["C", "D1"])
+def test_backend_reads_loose_constants(era: str, tmp_path: Path) -> None:
+    rows, limits = slice(0, 4), torch.full((16,), 0.5)
+    with installed_host(tmp_path, era) as name:
+        importlib.import_module("trtllm_megamoe.host")
+        moe = make_moe(name, QWEN, model_config(), swiglu_limit=limits)
+        load(moe, QWEN)
+        assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows, swiglu_limit=0.5)) < REL_L2
+        limits[3] = 0.6
+        with pytest.raises(MegaMoeConfigError, match=r"swiglu_limit differs between experts \(0.5 to 0.6\)"):
+            make_moe(name, QWEN, model_config(), swiglu_limit=limits)
+
+
+def test_activation_that_only_the_models_configuration_names_is_refused(base: str) -> None:
+    """Hosts without a carrier call a SiTU layer SwiGLU and look at the checkpoint's configuration."""
+    for pretrained in (
+        SimpleNamespace(activation_situ_beta=4.0),
+        SimpleNamespace(text_config=SimpleNamespace(activation_situ_beta=4.0)),
+    ):
+        with pytest.raises(MegaMoeConfigError, match=r"SiTU \(activation_situ_beta\), must be Swiglu or SwigluBias"):
+            make_moe(base, QWEN, model_config(pretrained_config=pretrained))
+
+
+def test_layer_that_the_model_excludes_from_quantisation_afterwards_is_refused(base: str) -> None:
+    """Exclusions come after the choice of the backend: create_weights is then called again with another format."""
+    unquantised = importlib.import_module("tensorrt_llm._torch.model_config").QuantConfig(None)
+    moe = make_moe(base, QWEN, model_config())
+    moe.backend.create_weights()  # a second call alone is harmless
+    moe.backend.quant_config = unquantised
+    with pytest.raises(
+        MegaMoeConfigError, match="layer 7: its experts are not quantised by the model's own exclusions"
+    ):
+        moe.backend.create_weights()
 
 
 def test_backend_unknown_constructor_argument_is_refused_unless_empty(newest: str) -> None:

@@ -53,6 +53,7 @@ REFUSALS = [
     ({"intermediate_size": 1000}, {}, "SHAPE_UNALIGNED", "intermediate_size 1000 must be a multiple of 16"),
     ({"top_k": 17}, {}, "SHAPE_UNALIGNED", "top_k 17"),
     ({"activation": "Relu2"}, {}, "ACTIVATION_UNSUPPORTED", "activation Relu2"),
+    ({"activation": "SiTu"}, {}, "ACTIVATION_UNSUPPORTED", "activation SiTu"),
     ({"bias": True}, {}, "ACTIVATION_UNSUPPORTED", "experts have biases"),
     ({"swiglu_gptoss_style": True}, {}, "ACTIVATION_UNSUPPORTED", "experts have biases"),
     ({}, {"num_slots": 30}, "SLOTS_NOT_DIVISIBLE_BY_EP", "30 expert slots are not divisible by ep_size 8"),
@@ -76,6 +77,8 @@ def test_can_implement_refusal_has_the_hosts_reason_and_the_predicate(
               "env": contract.MoEEnvironment(sm=90)}  # fmt: skip
     ask = lambda p, d: backend.can_implement(contract.MoEProblem(**p), contract.MoEDeployment(**d))  # noqa: E731
     assert ask(good_p, good_d)
+    # the style says SwigluBias or biases; where the host tells whether there are biases, that counts
+    assert ask(good_p | {"activation": "SwigluBias", "swiglu_gptoss_style": True, "bias": False}, good_d)
     # gates must tolerate what the host does not know yet
     assert ask({"quant": "nvfp4", "dtype_act": torch.bfloat16}, good_d)
     verdict = ask(good_p | problem, good_d | deployment)

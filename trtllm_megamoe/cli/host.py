@@ -42,7 +42,7 @@ def doctor_host(as_json: bool) -> bool:
         return not found
     click.echo(f"trtllm-megamoe {__version__}\n")
     click.echo(table((), [(name, value or "not installed") for name, value in facts.items()]))
-    checked = len(compat.everything_relied_on(api.era))
+    checked = len(compat.everything_relied_on(api))
     if found:
         click.echo("\nThis host differs from what the plug-in relies on:")
         click.echo(table(("where", "expected", "found"), [(d.where, d.expected, d.found) for d in found]))

@@ -21,6 +21,7 @@ from trtllm_megamoe.buckets import launch_cap
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError, MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ScorePlacement
+from trtllm_megamoe.host.activation import constants_of, declared_support, require_no_hidden_activation
 from trtllm_megamoe.host.compat import Era, HostApi, require_migration
 from trtllm_megamoe.host.eligibility import HOST_REASONS, judge_host
 from trtllm_megamoe.host.migration import Balancing, balancing_of
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 CLASS_NAME = "TrtllmMegamoeBackend"
 """Name of the backend class in the host's reports; unique among its implementations."""
 
-_UNIFORM_RTOL = 1e-5
-
 _backends: weakref.WeakSet[BackendLogic] = weakref.WeakSet()
 _workspaces = WorkspacePool()
 
@@ -47,22 +46,6 @@ def accept_mixed_weights() -> None:
     for backend in _backends:
         if backend.megamoe_weights is not None:
             backend.megamoe_weights.accept()
-
-
-def uniform_value(name: str, value: Any) -> float | None:
-    """One number out of what the host gives: None, a number, or a tensor whose elements agree.
-
-    Raises:
-        MegaMoeConfigError: The elements differ; the launch takes one constant for all experts.
-    """
-    if value is None:
-        return None
-    values = torch.as_tensor(value).detach().float().flatten().cpu()
-    if values.numel() == 0 or not torch.allclose(values, values[0].expand_as(values), rtol=_UNIFORM_RTOL, atol=0.0):
-        raise MegaMoeConfigError(
-            f"{name} differs between experts ({values.min():g} to {values.max():g}); it must be uniform"
-        )
-    return float(values[0])
 
 
 class BackendLogic:
@@ -83,6 +66,7 @@ class BackendLogic:
     initial_global_assignments: Any
     layer_load_balancer: Any
     weight_loading_mode: Any
+    quant_config: Any
     _get_quant_method: Callable[[], Any]
     # ours
     megamoe_api: HostApi
@@ -102,6 +86,7 @@ class BackendLogic:
             getattr(model_config, "moe_max_num_tokens", None), getattr(model_config, "max_num_tokens", None)
         )
         self._pretrained_config = getattr(model_config, "pretrained_config", None)
+        require_no_hidden_activation(self._pretrained_config)
         self._handle = 0
         self._launch_tokens: int | None = None
         self._is_prepared = False
@@ -122,11 +107,21 @@ class BackendLogic:
         The host builds models in a mode that makes each new tensor a placeholder without memory; a workspace that peers
         map is not one of those.
         """
+        self._require_nvfp4()
         if self.megamoe_weights is None:
             with _disable_current_modes():
                 self.quant_method = self._get_quant_method()
                 self.quant_method.create_weights(self)
             self._weights_created = True
+
+    def _require_nvfp4(self) -> None:
+        """The host may exclude modules from quantisation after it has chosen their backends."""
+        algo = getattr(self.quant_config, "quant_algo", None)
+        if algo is None or str(getattr(algo, "value", algo)).upper() != "NVFP4":
+            raise MegaMoeConfigError(
+                f"{self.where}: its experts are {algo or 'not quantised'} by the model's own exclusions, this backend "
+                "runs NVFP4 experts only; name another backend for this model"
+            )
 
     def load_weights(self, weights: list[dict[str, torch.Tensor]], allow_partial_loading: bool = False) -> None:
         """See `QuantMethodLogic.load_weights`; the host gives a list of one mapping."""
@@ -175,11 +170,7 @@ class BackendLogic:
 
     def _layer_config(self) -> MegaMoeConfig:
         settings = self.megamoe_settings
-        limit = uniform_value("swiglu_limit", getattr(self, "swiglu_limit_scalar", None))
-        if limit is None:
-            limit = uniform_value("swiglu_limit", getattr(self, "swiglu_limit", None))
-        alpha = uniform_value("swiglu_alpha", getattr(self, "swiglu_alpha", None))
-        beta = uniform_value("swiglu_beta", getattr(self, "swiglu_beta", None))
+        constants = constants_of(self)
         architectures = getattr(self._pretrained_config, "architectures", None) or [None]
         placement = settings.score_placement or ScorePlacement.for_architecture(architectures[0])
         return MegaMoeConfig.create(
@@ -191,9 +182,9 @@ class BackendLogic:
             combine_format=settings.combine_format,
             activations=settings.activations,
             score_placement=placement,
-            swiglu_limit=limit,
-            swiglu_alpha=1.0 if alpha is None else alpha,
-            swiglu_beta=0.0 if beta is None else beta,
+            swiglu_limit=constants.limit,
+            swiglu_alpha=constants.alpha,
+            swiglu_beta=constants.beta,
             engine=settings.engine,
             timeout_s=settings.timeout_s,
         )
@@ -308,6 +299,7 @@ def make_backend_class(api: HostApi, settings: HostSettings) -> type:
         "__doc__": "MEGAMOE_CUTEDSL by trtllm-megamoe.",
         "__module__": __name__,
         "megamoe_api": api,
+        "activation_support": declared_support(api),
         "megamoe_settings": settings,
         "scheduler_kind": api.get("interface", "MoESchedulerKind").FUSED_COMM,
         "capabilities": _capabilities(contract.MoEStaticCapability),

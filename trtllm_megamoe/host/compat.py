@@ -17,6 +17,7 @@ from typing import Any
 
 from trtllm_megamoe.errors import MegaMoeUnavailableError
 from trtllm_megamoe.host.reliance import (
+    ACTIVATION_CARRIER,
     COMMON,
     MIGRATION,
     MIGRATION_OVER_IMPL_BASE,
@@ -55,6 +56,8 @@ class HostApi:
     era: Era
     base: str
     version: str
+    has_activation_carrier: bool
+    """Whether activations come as a carrier that a backend's declaration is matched with."""
 
     def module(self, name: str) -> types.ModuleType:
         """A module of the MoE package, or an absolute one."""
@@ -65,14 +68,15 @@ class HostApi:
         return getattr(self.module(module), name)
 
 
-def relied_on(era: Era) -> tuple[Relied, ...]:
-    """The rows of the reliance table about an era's MoE modules."""
-    return (*COMMON, *(OVER_IMPL_BASE if era is Era.D else OVER_MOE))
+def relied_on(api: HostApi) -> tuple[Relied, ...]:
+    """The rows of the reliance table about a host's MoE modules."""
+    over = OVER_IMPL_BASE if api.era is Era.D else OVER_MOE
+    return (*COMMON, *over, *(ACTIVATION_CARRIER if api.has_activation_carrier else ()))
 
 
-def everything_relied_on(era: Era) -> tuple[Relied, ...]:
-    """All rows of an era, those of special cases included."""
-    return (*relied_on(era), *WORKER_ENTRY, *migration_rows(era))
+def everything_relied_on(api: HostApi) -> tuple[Relied, ...]:
+    """All rows about a host, those of special cases included."""
+    return (*relied_on(api), *WORKER_ENTRY, *migration_rows(api.era))
 
 
 def host_version() -> str:
@@ -106,17 +110,18 @@ def locate() -> HostApi:
             f"know; {_WAYS_OUT}"
         )
     if not _exists(f"{base}.moe_resolution"):
-        era = "B" if _exists(f"{base}.mega_moe") else "A"
+        older = "B" if _exists(f"{base}.mega_moe") else "A"
         raise MegaMoeUnavailableError(
-            f"{where} is of era {era} (backends are chosen by get_moe_cls, there is no moe_resolution module), which "
+            f"{where} is of era {older} (backends are chosen by get_moe_cls, there is no moe_resolution module), which "
             f"this plug-in does not support; {_WAYS_OUT}"
         )
-    return HostApi(Era.D if _exists(f"{base}.impl_base") else Era.C, base, version)
+    era = Era.D if _exists(f"{base}.impl_base") else Era.C
+    return HostApi(era, base, version, has_activation_carrier=_exists(f"{base}.activation"))
 
 
 def deviations(api: HostApi) -> list[Deviation]:
     """Every difference from the reliance table, for `doctor --host`."""
-    return list(find_deviations(everything_relied_on(api.era), api.module))
+    return list(find_deviations(everything_relied_on(api), api.module))
 
 
 def detect() -> HostApi:
@@ -126,7 +131,7 @@ def detect() -> HostApi:
         MegaMoeUnavailableError: As :func:`locate`, or the host differs; every difference is listed.
     """
     api = locate()
-    _refuse(f"{api.version} (era {api.era.value})", list(find_deviations(relied_on(api.era), api.module)))
+    _refuse(f"{api.version} (era {api.era.value})", list(find_deviations(relied_on(api), api.module)))
     return api
 
 

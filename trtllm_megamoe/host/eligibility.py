@@ -39,6 +39,7 @@ def facts_of(problem: Any, deployment: Any, settings: HostSettings) -> LayerFact
         choose_engine(settings.engine, int(deployment.ep_size))
     except MegaMoeUnavailableError as err:
         obstacle = str(err)
+    bias = getattr(problem, "bias", None)
     return LayerFacts(
         quant=problem.quant,
         dtype=str(problem.dtype_act).removeprefix("torch."),
@@ -47,7 +48,7 @@ def facts_of(problem: Any, deployment: Any, settings: HostSettings) -> LayerFact
         num_experts=problem.num_experts,
         top_k=problem.top_k,
         activation=problem.activation,
-        has_bias=bool(getattr(problem, "bias", None) or problem.swiglu_gptoss_style),
+        has_bias=bool(problem.swiglu_gptoss_style if bias is None else bias),  # the style says more than biases
         has_lora=bool(deployment.moe_lora_enabled),
         router_weight_on_input=False,  # not in the host's problem; the constructor refuses it
         num_slots=deployment.num_slots,

@@ -139,7 +139,8 @@ def _refusal(api: HostApi, model_config: Any, kwargs: dict[str, Any], error: Val
         report = api.get("moe_resolution", "resolve_moe_impl")(model_config, **{**kwargs, "allow_degradation": True})
     except ValueError as err:
         return str(error or err)
-    details = [rejection.detail for rejection in report.rejected if rejection.legacy_backend.upper() == BACKEND]
+    ours = (BACKEND, CLASS_NAME)  # reports name a family or a class
+    details = [rejection.detail for rejection in report.rejected if rejection.legacy_backend in ours]
     return "; ".join(details) or str(error or "the host prefers another backend")
 
 

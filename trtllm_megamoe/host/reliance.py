@@ -115,6 +115,15 @@ OVER_IMPL_BASE = (
     Relied("impl_identity", "register_moe_impl", "called", ("cls",)),
 )
 
+ACTIVATION_CARRIER = (
+    Relied("activation", "MoEActivationSupport", "called", ("kinds", "alpha_beta", "limit")),
+    Relied("activation", "ActivationParamShape", "members", ("UNIFORM_SCALAR",)),
+    Relied("activation", "MaterializedActivation", "members", ("alpha", "beta", "clamp")),
+    Relied("activation", "install_activation_params", "called", ("module",)),
+    Relied("tensorrt_llm._torch.utils", "ActivationType", "members", ("Swiglu", "SwigluBias")),
+)
+"""Checked where the host has that module."""
+
 MIGRATION = (
     Relied("moe_load_balancer", "SingleLayerMoeLoadBalancer", "members", (
         "is_dynamic_routing", "is_static_routing", "get_load_expert_ids", "add_register_weight_fn",

@@ -84,7 +84,12 @@ def _modules(era: str) -> list[Module]:
     contract = f"from .impl_contract import {_CONTRACT_NAMES}"
     mega = "from .mega_moe import MegaMoECuteDsl"
     others = f"from .other_backends import {', '.join(OTHER_BACKENDS)}, VanillaMoE"
-    activation = ("from .activation import MoEActivation, DEFAULT_MOE_ACTIVATION",) if is_new else ()
+    has_carrier = era == "D2"
+    activation = (
+        (f"from .{'activation' if has_carrier else 'upstream_extras'} import MoEActivation, DEFAULT_MOE_ACTIVATION",)
+        if is_new
+        else ()
+    )
     modules = [
         Module("impl_contract", ("impl_contract_a", "impl_contract_b")),
         Module("impl_blocks", ("impl_blocks",), (contract,)),
@@ -137,7 +142,8 @@ def _modules(era: str) -> list[Module]:
                     contract,
                     interface,
                     *base,
-                    "from .upstream_extras import MoEActivationSupport, ActivationParamShape",
+                    f"from .{'activation' if has_carrier else 'upstream_extras'} import MoEActivationSupport, "
+                    "ActivationParamShape",
                 )
             ),
             tail="MegaMoECuteDsl = TrtllmCutedslMegaMoeNvfp4Impl\n" if is_new else "",
@@ -305,10 +311,11 @@ def _signature(era: str, function: str, head: str) -> str:
             "activation_type: ActivationType=ActivationType.Swiglu",
             "activation: MoEActivation=DEFAULT_MOE_ACTIVATION",
         )
-    if function == "create_moe_backend" and era == "D1":
+    if function in ("create_moe_backend", "create_moe") and era == "D1":
         return head.replace(
             "activation: MoEActivation=DEFAULT_MOE_ACTIVATION",
-            "activation_type: ActivationType=ActivationType.Swiglu, swiglu_limit_scalar: Optional[float]=None",
+            "activation_type: ActivationType=ActivationType.Swiglu, swiglu_limit: Optional[torch.Tensor]=None, "
+            "swiglu_limit_scalar: Optional[float]=None",
         )
     return head
 
@@ -354,7 +361,7 @@ def plan_host(era: str, deviations: Sequence[Deviation] = ()) -> Plan:
     plan.files["tensorrt_llm/_standin/paths.py"] = f'BASE = "{plan.moe_base}"\nERA = "{era}"\n'
     for module in _modules(era):
         plan.files[plan.path_of(f"{plan.moe_base}.{module.name}")] = _emit_module(module, era, contract, known)
-    if ERAS[era] == OLD_LAYOUT:
+    if era != "D2":
         plan.drop(f"{plan.moe_base}.activation")
     if era in ("A", "B"):
         for name in ("moe_resolution", "impl_contract", "create_moe"):

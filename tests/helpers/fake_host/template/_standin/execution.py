@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from tensorrt_llm._standin.lazy import M
+from tensorrt_llm._standin.paths import ERA
 from torch import nn
 
 # ---- building blocks
@@ -126,19 +127,11 @@ def _compute_ep_partition(num_experts, ep_size, ep_rank):
 def _apply_state(module, values):
     config = values["model_config"]
     mapping = config.mapping
-    activation = values.get("activation")
-    if activation is not None and hasattr(activation, "kind"):
-        values = values | {
-            "activation_type": activation.kind,
-            "swiglu_alpha": activation.alpha,
-            "swiglu_beta": activation.beta,
-            "swiglu_limit": activation.limit,
-        }
-    for name in (
-        "routing_method", "num_experts", "hidden_size", "intermediate_size", "weight_loading_mode", "bias", "dtype",
-        "reduce_results", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar", "layer_idx",
-        "activation_type", "aux_stream_dict",
-    ):  # fmt: skip
+    names = ["routing_method", "num_experts", "hidden_size", "intermediate_size", "weight_loading_mode", "bias",
+             "dtype", "reduce_results", "layer_idx", "aux_stream_dict"]  # fmt: skip
+    if ERA != "D2":
+        names += ["swiglu_alpha", "swiglu_beta", "swiglu_limit", "swiglu_limit_scalar", "activation_type"]
+    for name in names:
         setattr(module, name, values.get(name))
     module.layer_idx_str = str(values.get("layer_idx"))
     module.quant_config = config.quant_config
@@ -173,6 +166,9 @@ def apply_moe_impl_construction_state(module, **values):
     if values.pop("init_load_balancer", False):
         raise TypeError("init_load_balancer=True: the wrapper owns EPLB")
     _apply_state(module, values)
+    if ERA == "D2":
+        module.activation = values["activation"]
+        M.activation.install_activation_params(module)
 
 
 def MoE____init__(self, **values):
@@ -306,6 +302,8 @@ def ConfigurableMoE___create_and_sync_backend(
         )
     for name in _SYNC_ATTRS:
         setattr(self.backend, name, getattr(self, name))
+    if ERA == "D2" and hasattr(self.backend, "activation"):
+        M.activation.install_activation_params(self.backend)
     if override_quant_config is not None:
         self.quant_config = self.backend.quant_config = override_quant_config
     if not (model_config.skip_create_weights_in_init or model_config.quant_config_dict):

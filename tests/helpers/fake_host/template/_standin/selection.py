@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from tensorrt_llm._standin.lazy import M
+from tensorrt_llm._standin.paths import ERA
 
 # ---- carriers
 
@@ -166,7 +167,7 @@ def register_moe_impl(cls):
 
 
 def infer_swiglu_gptoss_style(*, bias=False, activation_type=None):
-    return bool(bias) and activation_type is not None and activation_type.name == "SwigluBias"
+    return bool(bias) or (activation_type is not None and activation_type.name == "SwigluBias")
 
 
 def _problem_fields(names, values):
@@ -190,9 +191,7 @@ def build_moe_problem(
     Problem = M.impl_contract.MoEProblem
     quant_config = override_quant_config or model_config.quant_config
     kind = getattr(activation, "kind", activation)
-    constants = {n for n in ("alpha", "beta") if getattr(activation, n, None) is not None}
-    if getattr(activation, "limit", None) is not None:
-        constants.add("clamp")
+    constants = M.activation.activation_constant_names(activation) if hasattr(activation, "constants") else ()
     values = {
         "quant": canonical_quant(quant_config.quant_algo),
         "dtype_act": dtype or model_config.torch_dtype,
@@ -244,7 +243,23 @@ def _candidates_for_impl_id(query):
     return [cls for cls in M.moe_resolution.IMPL_PRIORITY if cls in found]
 
 
+def _carries_activation(candidate, problem):
+    """The declaration must execute the kind and have a place for each constant; without one anything goes."""
+    contract, support = M.impl_contract, getattr(candidate, "activation_support", None)
+    if support is None:
+        return contract.MoEEligibility.ok()
+    fields = {"alpha": "alpha_beta", "beta": "alpha_beta", "clamp": "limit"}
+    unsupported = [c for c in problem.activation_constants if getattr(support, fields[c]).name == "UNSUPPORTED"]
+    if problem.activation_type in support.kinds and not unsupported:
+        return contract.MoEEligibility.ok()
+    return contract.MoEEligibility.no(
+        contract.MoERejectReason.ACTIVATION_UNSUPPORTED, f"{candidate.__name__} does not execute {problem.activation}"
+    )
+
+
 def _legacy_backend_name(impl_cls):
+    if ERA == "D2":
+        return impl_cls.__name__
     for name, family in M.moe_resolution.BACKEND_FAMILY.items():
         if impl_cls in family:
             return name
@@ -297,6 +312,7 @@ def resolve_moe_impl(
             verdict = contract.MoEEligibility.no(contract.MoERejectReason.LORA_UNSUPPORTED, "no MoE LoRA")
         else:
             verdict = candidate.can_implement(problem, deployment)
+        verdict = verdict and _carries_activation(candidate, problem)
         if verdict:
             return contract.MoEResolutionReport(
                 problem, deployment, candidate.__name__, "pinned", tuple(rejected), (candidate.__name__,), requested

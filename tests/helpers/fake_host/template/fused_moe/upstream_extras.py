@@ -19,6 +19,16 @@ class MoEActivationSupport:
     limit: Any = None
 
 
+@dataclass(frozen=True)
+class MoEActivation:
+    """Era D1's heads name a carrier; its values are loose, so this one only has the defaults."""
+
+    kind: Any = None
+
+
+DEFAULT_MOE_ACTIVATION = MoEActivation()
+
+
 class MoEScheduler:
     def __init__(self, moe):
         self.moe = moe
