@@ -92,12 +92,14 @@ def run_axes(
                 faulthandler.cancel_dump_traceback_later()
         book.note(axis.name, arguments, outcome)
         _say(comm, f"{axis.name}: {outcome}, {time.monotonic() - begun:.1f} s")
+        if comm.rank == 0:
+            _merge(_documents(chosen, directory), directory, command)  # now: the next axis may take the process along
     if comm.rank == 0:
-        paths = {axis.name: directory / f"{axis.name}.json" for axis in chosen if axis.is_run}
-        documents = {name: report.read_json(path) for name, path in paths.items() if path.exists()}
+        documents = _documents(chosen, directory)
+        _merge(documents, directory, command)
         for name, document in documents.items():
             _draw(document, directory / f"{name}.svg")
-        _merge(documents, directory, command, repeated_of(chosen))
+        _compare(documents, directory, repeated_of(chosen))
     return {axis.name: book.outcomes[axis.name] for axis in chosen}
 
 
@@ -166,6 +168,10 @@ def _merge(documents: Mapping[str, Mapping[str, Any]], directory: Path, command:
         environment = next(iter(documents.values()))["env"]
         report.write_json(directory / "sweep.json", report.document(environment, command, rows))
         report.write_csv(directory / "sweep.csv", rows)
+
+
+def _compare(documents: Mapping[str, Mapping[str, Any]], directory: Path, repeated: str | None) -> None:
+    """How far the repeated axis agrees with its first run."""
     if REPEAT in documents and repeated is not None and repeated in documents:
         comparison = compare.compare(documents[repeated], documents[REPEAT])
         if comparison.pairs:

@@ -24,7 +24,7 @@ REGION = "rows sorted by expert in, rows out: fc1, SwiGLU, fc2; no gather, no to
 TOLERANCE_REL_L2 = 1e-2
 _MAX_ROWS_CHECKED = 128
 
-_BLOCK = 16
+BLOCK = 16
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_RMS = math.sqrt(sum(value * value for value in _E2M1) / len(_E2M1))
 _SCALE_LOG2_MEAN, _SCALE_LOG2_SD = 3.0, 1.0
@@ -46,12 +46,36 @@ class Nvfp4Matrix:
 
     def decode(self, expert: int) -> torch.Tensor:
         """(N, K) float32, exact."""
-        values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=self.codes.device)
-        codes = self.codes[expert]
-        pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
-        elements = values[pairs.reshape(codes.shape[0], -1).int()]
         scales = self.block_scales[expert].float() * self.global_scales[expert]
-        return elements * scales.repeat_interleave(_BLOCK, dim=1)
+        return _elements(self.codes[expert]) * scales.repeat_interleave(BLOCK, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Matrix:
+    """One projection of all experts with a power of two per 32 values.
+
+    Attributes:
+        codes: As in :class:`Nvfp4Matrix`.
+        exponents: (E, N, K / 32) uint8, e8m0: 2^(value - 127).
+    """
+
+    codes: torch.Tensor
+    exponents: torch.Tensor
+
+    def decode(self, expert: int) -> torch.Tensor:
+        """(N, K) float32, exact."""
+        scales = torch.exp2(self.exponents[expert].float() - 127)
+        return _elements(self.codes[expert]) * scales.repeat_interleave(2 * BLOCK, dim=1)
+
+
+Matrix = Nvfp4Matrix | Mxfp4Matrix
+
+
+def _elements(codes: torch.Tensor) -> torch.Tensor:
+    """(N, K) float32 of packed e2m1 codes (N, K / 2)."""
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
+    pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
+    return values[pairs.reshape(codes.shape[0], -1).int()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +84,8 @@ class Weights:
 
     hidden_size: int
     intermediate_size: int
-    gate_up: Nvfp4Matrix
-    down: Nvfp4Matrix
+    gate_up: Matrix
+    down: Matrix
 
     @property
     def num_experts(self) -> int:
@@ -83,9 +107,9 @@ def make_weights(
     def matrix(rows: int, columns: int) -> Nvfp4Matrix:
         codes = torch.empty(num_experts, rows, columns // 2, dtype=torch.uint8, device=device)
         codes.random_(0, 256, generator=generator)
-        scales = torch.empty(num_experts, rows, columns // _BLOCK, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(num_experts, rows, columns // BLOCK, dtype=torch.float8_e4m3fn, device=device)
         for expert in range(num_experts):  # one at a time: the float32 draw is four times the result
-            drawn = torch.randn(rows, columns // _BLOCK, generator=generator, device=device)
+            drawn = torch.randn(rows, columns // BLOCK, generator=generator, device=device)
             scales[expert] = (
                 torch.exp2(drawn.mul_(_SCALE_LOG2_SD).add_(_SCALE_LOG2_MEAN)).clamp_(max=448.0).to(torch.float8_e4m3fn)
             )
@@ -138,9 +162,14 @@ class Rival(ABC):
     def why_not(cls) -> str | None:
         """None where it can run here, else the reason."""
 
+    @classmethod
+    def in_own_format(cls, weights: Weights) -> Weights:
+        """The weights in the number format that it computes with, against which its output is checked."""
+        return weights
+
     @abstractmethod
     def __init__(self, weights: Weights, totals: Sequence[int]) -> None:
-        """Take the weights in the rival's own layout; `totals` are the sums of rows that will be bound."""
+        """Take weights of the own format into the rival's layout; `totals` are the sums of rows that will be bound."""
 
     @abstractmethod
     def bind(self, rows: Rows) -> None:

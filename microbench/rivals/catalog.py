@@ -18,10 +18,26 @@ from microbench.environment import version_of
 from microbench.rivals.base import REGION, Rival, RivalCheck, Rows, Weights, check, make_rows
 from microbench.rivals.humming_nvfp4 import HummingGrouped, HummingIndexed
 from microbench.rivals.torch_grouped import TorchGrouped
+from microbench.rivals.triton_mxfp4 import TritonMxfp4EightWarps, TritonMxfp4FourWarps
 
 logger = logging.getLogger(__name__)
 
-RIVALS: tuple[type[Rival], ...] = (TorchGrouped, HummingGrouped, HummingIndexed)
+RIVALS: tuple[type[Rival], ...] = (
+    TorchGrouped,
+    HummingGrouped,
+    HummingIndexed,
+    TritonMxfp4FourWarps,
+    TritonMxfp4EightWarps,
+)
+
+NOT_RUN = {
+    "DeepGEMM, fp8 weights and activations": (
+        "other numbers: activations in fp8 groups of 128 and weights in fp8 blocks of 128 x 128, which cannot hold "
+        "these weights; and twice their bytes"
+    ),
+    "FlashInfer moe_ep, fused": "its NVFP4 kernels need sm_100, those for sm_90 take fp8 weights only",
+}
+"""Implementations that people ask for and that are not timed beside the layer, each with the reason."""
 
 Measure = Callable[[Callable[[int], torch.Tensor]], dict[str, Any]]
 """Times call i of a rotation over weight sets; returns fields of the row."""
@@ -31,7 +47,7 @@ def measure_all(
     weight_sets: Sequence[Weights],
     batches: Sequence[Sequence[int]],
     measure: Callable[[int], Measure],
-    rivals: Sequence[type[Rival]] = RIVALS,
+    rivals: Sequence[type[Rival]] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every rival on every batch.
 
@@ -39,17 +55,20 @@ def measure_all(
         weight_sets: Equal shapes, different memory: rotated, so that weights come from memory and not from caches.
         batches: Rows per expert of each point.
         measure: The timer of a point, by its index.
+        rivals: None: all of them, and those that are never run with their reasons.
 
     Yields:
         (index of the point, row). A row has `rival`, `version`, `region`, `status` (`ok`; `failed`: the output is wrong
         or could not be checked; `skipped`: it cannot run here), `skip_reason` and `check`; times where it is `ok`.
     """
-    for kind in rivals:
+    for kind in RIVALS if rivals is None else rivals:
         built: list[Rival] = []
+        own: list[Weights] = []
         obstacle = kind.why_not()
         if obstacle is None:
             try:
-                built = [kind(weights, [sum(counts) for counts in batches]) for weights in weight_sets]
+                own = [kind.in_own_format(weights) for weights in weight_sets]
+                built = [kind(weights, [sum(counts) for counts in batches]) for weights in own]
             except Exception as err:  # a rival's own troubles end the rival, never the run
                 logger.exception("%s cannot be built", kind.name)
                 obstacle = f"cannot be built: {type(err).__name__}: {err}"
@@ -59,7 +78,7 @@ def measure_all(
                 yield index, {**row, "status": "skipped", "skip_reason": obstacle, "check": None}
                 continue
             rows = make_rows(weight_sets[0], counts)
-            outcome = _check_sets(built, weight_sets, rows)
+            outcome = _check_sets(built, own, rows)
             row |= {"check": {**asdict(outcome), "verdict": outcome.verdict.value}}
             if outcome.verdict is not Verdict.VERIFIED:
                 yield index, {**row, "status": "failed", "skip_reason": outcome.reason}
@@ -73,8 +92,13 @@ def measure_all(
                 continue
             yield index, {**row, "status": "ok", "skip_reason": None, **times}
         built.clear()
+        own.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    for name, reason in NOT_RUN.items() if rivals is None else ():
+        for index in range(len(batches)):
+            row = {"rival": name, "version": None, "region": REGION, "check": None}
+            yield index, {**row, "status": "skipped", "skip_reason": reason}
 
 
 def _check_sets(built: Sequence[Rival], weight_sets: Sequence[Weights], rows: Rows) -> RivalCheck:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from microbench.rivals.base import Nvfp4Matrix, Rival, Rows, Weights
+from microbench.rivals.base import Matrix, Nvfp4Matrix, Rival, Rows, Weights
 
 _NVFP4 = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
 _SWIGLU = "a / (1.0f + expf(-a)) * b"
@@ -57,9 +57,10 @@ class _Humming(Rival):
         self._configs = [self._heuristics(layer, totals) for layer in (self._gate_up, self._down)]
 
     @staticmethod
-    def _layer(rows: int, columns: int, matrix: Nvfp4Matrix) -> Any:
+    def _layer(rows: int, columns: int, matrix: Matrix) -> Any:
         from humming.layer import HummingLayer
 
+        assert isinstance(matrix, Nvfp4Matrix)
         with matrix.codes.device:
             layer = HummingLayer(
                 shape_n=rows,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from microbench.rivals.base import Nvfp4Matrix, Rival, Rows, Weights
+from microbench.rivals.base import Matrix, Rival, Rows, Weights
 
 
 class TorchGrouped(Rival):
@@ -23,7 +23,7 @@ class TorchGrouped(Rival):
         return None if hasattr(torch, "_grouped_mm") else f"torch {torch.__version__} has no _grouped_mm"
 
     def __init__(self, weights: Weights, totals: Sequence[int]) -> None:
-        def decoded(matrix: Nvfp4Matrix) -> torch.Tensor:
+        def decoded(matrix: Matrix) -> torch.Tensor:
             experts, rows, half = matrix.codes.shape
             out = torch.empty(experts, rows, 2 * half, dtype=torch.bfloat16, device=matrix.codes.device)
             for expert in range(experts):

@@ -16,10 +16,11 @@ import torch
 
 from microbench.check import Verdict
 from microbench.rivals import base, catalog, unfused
-from microbench.rivals.base import Nvfp4Matrix, Rival, Rows, Weights
+from microbench.rivals.base import Mxfp4Matrix, Nvfp4Matrix, Rival, Rows, Weights
 from microbench.rivals.humming_nvfp4 import HummingGrouped, HummingIndexed, blocks_by_expert
 from microbench.rivals.row_kernels import swiglu, weighted_sum
 from microbench.rivals.torch_grouped import TorchGrouped
+from microbench.rivals.triton_mxfp4 import TritonMxfp4FourWarps
 from trtllm_megamoe.comm import run_threads
 from trtllm_megamoe.comm.launch import mpirun_command, mpirun_environment
 from trtllm_megamoe.reference.codecs import nvfp4_decode, unpack_nibbles
@@ -245,3 +246,37 @@ def test_row_steps_of_the_chain_weigh_clamp_and_leave_out_what_has_no_row() -> N
     gate_up = torch.tensor([[3.0, -1.0, 9.0, -9.0]], dtype=torch.bfloat16)
     expected = [2.0 / (1 + math.exp(-2.0)) * 3.0, -1.0 / (1 + math.exp(1.0)) * -1.0]
     assert swiglu(gate_up, 2.0, 1.0, 1.0).float().tolist()[0] == pytest.approx(expected, rel=2**-8)
+
+
+class MxLoop(Loop):
+    """Right in its own format, whose weights differ from those it was given."""
+
+    name = "mx loop"
+
+    @classmethod
+    def in_own_format(cls, weights: Weights) -> Weights:
+        return TritonMxfp4FourWarps.in_own_format(weights)
+
+
+def test_rival_with_another_number_format_is_checked_against_its_own_weights(weights: Weights) -> None:
+    own = MxLoop.in_own_format(weights)
+    matrix = own.gate_up
+    assert isinstance(matrix, Mxfp4Matrix) and matrix.exponents.shape == (4, 64, 2)
+    values, scales = matrix.decode(1), torch.exp2(matrix.exponents[1].float() - 127)
+    codes = unpack_nibbles(matrix.codes[1])
+    expected = nvfp4_decode(codes, torch.full((64, 4), 0x38, dtype=torch.uint8))  # block scales of one
+    assert torch.equal(values, expected.float() * scales.repeat_interleave(32, dim=1))
+    ratio = values.norm() / weights.gate_up.decode(1).norm()
+    assert 0.7 < float(ratio) < 1.8 and not torch.equal(values, weights.gate_up.decode(1))
+    rows = [row for _, row in catalog.measure_all([weights], [COUNTS], lambda _: lambda _: {}, [MxLoop])]
+    assert rows[0]["status"] == "ok", rows[0]
+
+
+def test_every_implementation_that_is_not_timed_is_named_with_its_reason(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "RIVALS", (Loop,))
+    rows = [row for _, row in catalog.measure_all([weights], [COUNTS, COUNTS], lambda _: lambda _: {})]
+    skipped = [row for row in rows if row["status"] == "skipped"]
+    assert [row["rival"] for row in skipped] == [name for name in catalog.NOT_RUN for _ in range(2)]
+    assert len(rows) == 2 + len(skipped) and all(row["skip_reason"] for row in skipped)
