@@ -161,7 +161,13 @@ def _draw(document: Mapping[str, Any], output: Path) -> None:
         click.echo(f"no figure {output.name}: {err}")
 
 
-def _merge(documents: Mapping[str, Mapping[str, Any]], directory: Path, command: str, repeated: str | None) -> None:
+def _documents(chosen: Sequence[Axis], directory: Path) -> dict[str, dict[str, Any]]:
+    """Axis -> result, of those that have one."""
+    paths = {axis.name: directory / f"{axis.name}.json" for axis in chosen if axis.is_run}
+    return {name: report.read_json(path) for name, path in paths.items() if path.exists()}
+
+
+def _merge(documents: Mapping[str, Mapping[str, Any]], directory: Path, command: str) -> None:
     """All rows but the repeated ones under the first document's environment; the clocks are each row's own."""
     rows = [row for name, document in documents.items() if name != REPEAT for row in document["rows"]]
     if rows:
