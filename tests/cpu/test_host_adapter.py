@@ -192,7 +192,9 @@ def test_layer_that_the_model_excludes_from_quantisation_afterwards_is_refused(b
     """Exclusions come after the choice of the backend: create_weights is then called again with another format."""
     unquantised = importlib.import_module("tensorrt_llm._torch.model_config").QuantConfig(None)
     moe = make_moe(base, QWEN, model_config())
-    moe.backend.create_weights()  # a second call alone is harmless
+    moe.backend._weights_created = False  # what the host does to modules whose format it looks at again
+    moe.backend.create_weights()
+    assert moe.backend._weights_created
     moe.backend.quant_config = unquantised
     with pytest.raises(
         MegaMoeConfigError, match="layer 7: its experts are not quantised by the model's own exclusions"
@@ -297,6 +299,15 @@ def test_partial_loads_complete_at_the_finishing_hook(newest: str) -> None:
         moe.load_weights([parts[suffix]], allow_partial_loading=True)
     moe.process_weights_after_loading()
     rows = slice(0, 5)
+    assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows)) < REL_L2
+
+
+def test_weights_reach_a_module_whose_creation_was_deferred(newest: str) -> None:
+    """With a format per layer, or under the loader's own switch, nothing is created at construction."""
+    moe = make_moe(newest, QWEN, model_config(skip_create_weights_in_init=True))
+    assert moe.backend.megamoe_weights is None
+    load(moe, QWEN)
+    rows = slice(0, 2)
     assert rel_l2(forward(moe, QWEN, rows), oracle_of(QWEN, rows)) < REL_L2
 
 

@@ -112,7 +112,13 @@ class BackendLogic:
             with _disable_current_modes():
                 self.quant_method = self._get_quant_method()
                 self.quant_method.create_weights(self)
-            self._weights_created = True
+        self._weights_created = True
+
+    def _created_method(self) -> Any:
+        """The quantisation method; loaders may reach a module whose creation the host deferred."""
+        if self.megamoe_weights is None:
+            self.create_weights()
+        return self.quant_method
 
     def _require_nvfp4(self) -> None:
         """The host may exclude modules from quantisation after it has chosen their backends."""
@@ -125,27 +131,27 @@ class BackendLogic:
 
     def load_weights(self, weights: list[dict[str, torch.Tensor]], allow_partial_loading: bool = False) -> None:
         """See `QuantMethodLogic.load_weights`; the host gives a list of one mapping."""
-        self.quant_method.load_weights(self, weights, self.weight_loading_mode, allow_partial_loading)
+        self._created_method().load_weights(self, weights, self.weight_loading_mode, allow_partial_loading)
 
     def process_weights_after_loading(self) -> None:
         """See `QuantMethodLogic`."""
-        self.quant_method.process_weights_after_loading(self)
+        self._created_method().process_weights_after_loading(self)
 
     def transform_weights(self) -> None:
         """See `QuantMethodLogic`."""
-        self.quant_method.transform_weights(self)
+        self._created_method().transform_weights(self)
 
     def cache_derived_state(self) -> None:
         """See `QuantMethodLogic`."""
-        self.quant_method.cache_derived_state(self)
+        self._created_method().cache_derived_state(self)
 
     def post_load_weights(self) -> None:
         """See `QuantMethodLogic`."""
-        self.quant_method.post_load_weights(self)
+        self._created_method().post_load_weights(self)
 
     def pre_reload_weights(self) -> None:
         """See `QuantMethodLogic`."""
-        self.quant_method.pre_reload_weights(self)
+        self._created_method().pre_reload_weights(self)
 
     def build_layer(self) -> MegaMoELayer:
         """Construct the layer from what the host has synchronised by now. Collective."""
