@@ -114,8 +114,8 @@ EVERY_TILE = "small-nvfp4"
 QUICK = ("small-nvfp4", "small-nvfp4-fp8-options", "small-bf16-fp4-options", "ranks-nvfp4")
 SELECTED = (
     *("small-nvfp4", "small-bf16", "small-bf16-weight-only", "small-nvfp4-fp8-options", "small-nvfp4-fp4"),
-    *("small-bf16-fp4-options", "tiny-odd-bf16", "odd-nvfp4", "odd-nvfp4-fp4", "deepseek-v3-nvfp4"),
-    *("deepseek-v4-pro-bf16", "deepseek-v4-pro-nvfp4", "ranks-nvfp4", "ranks-bf16-fp8-options"),
+    *("small-bf16-fp4-options", "tiny-odd-bf16", "odd-nvfp4", "odd-nvfp4-fp4", "deepseek-v3-bf16"),
+    *("deepseek-v4-pro-nvfp4", "ranks-nvfp4", "ranks-bf16-fp8-options"),
 )
 
 

@@ -104,7 +104,7 @@ def against_one_rank(case: Case, launches: int) -> Iterator[Outcome]:
 def missing_rank(case: Case) -> Iterator[Outcome]:
     """One rank does not do its part: every other rank ends in time, and those that waited name it."""
     culprit = case.ep_size - 1
-    config = case.config.model_copy(update={"timeout_s": 0.5})
+    config = case.config.model_copy(update={"timeout_s": 1.0})
     quick = replace(case, config=config)
     given = _given_of_ranks(case, "random", 1)
     tensors = inputs.random_tensors(case.config, SEED, device="cpu")
@@ -113,6 +113,7 @@ def missing_rank(case: Case) -> Iterator[Outcome]:
         member = _Member(quick, comm, tensors)
         own = given[comm.rank].to(member.layer.device)
         is_cpu = member.layer.device.type == "cpu"
+        member.settle()  # from here on nobody is late but the culprit
         try:
             if comm.rank == culprit:
                 if is_cpu:  # a rank that never calls forward
