@@ -125,6 +125,22 @@ def test_refused_layer_is_named_with_reason_and_successor(
     ]
 
 
+def test_refused_layer_that_no_other_backend_takes_ends_the_start_with_our_reason(tmp_path: Path) -> None:
+    """On Hopper the host has nothing else for NVFP4 experts."""
+
+    def nothing_else(plan: Any) -> None:
+        accept = '_backend("CutlassFusedMoE", _accept)'
+        plan.edit(f"{plan.moe_base}.other_backends", accept, accept.replace("_accept", "_refuse"))
+
+    for era in ("C", "D2"):
+        with installed_host(tmp_path / era, era, nothing_else) as name:
+            importlib.import_module("trtllm_megamoe.host")
+            with pytest.raises(
+                MegaMoeConfigError, match=r"layer 7: MEGAMOE_CUTEDSL .* refused: shape: hidden_size 260"
+            ):
+                make_moe(name, QWEN, model_config(), hidden_size=260)
+
+
 def test_refused_layer_under_strict_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_MEGAMOE_STRICT", "1")
     with installed_host(tmp_path, "D2") as name:

@@ -231,7 +231,10 @@ def _candidates_for(backend):
     if backend == "WIDEEP" or backend not in resolution.BACKEND_FAMILY:
         raise ValueError(f"Unsupported moe backend: {backend}")
     family = resolution.BACKEND_FAMILY[backend]
-    return [cls for cls in resolution.IMPL_PRIORITY if cls in family]
+    candidates = [cls for cls in resolution.IMPL_PRIORITY if cls in family]
+    if resolution.FALLBACK_IMPL not in family and backend not in resolution.NO_FALLBACK_BACKENDS:
+        candidates.append(resolution.FALLBACK_IMPL)
+    return candidates
 
 
 def _candidates_for_impl_id(query):
@@ -306,7 +309,7 @@ def resolve_moe_impl(
         allow_degradation = False
     else:
         candidates = _candidates_for(requested)
-    rejected = []
+    rejected, eligible = [], []
     for candidate in candidates:
         if deployment.moe_lora_enabled and not candidate.capabilities.supports_moe_lora:
             verdict = contract.MoEEligibility.no(contract.MoERejectReason.LORA_UNSUPPORTED, "no MoE LoRA")
@@ -314,17 +317,24 @@ def resolve_moe_impl(
             verdict = candidate.can_implement(problem, deployment)
         verdict = verdict and _carries_activation(candidate, problem)
         if verdict:
-            return contract.MoEResolutionReport(
-                problem, deployment, candidate.__name__, "pinned", tuple(rejected), (candidate.__name__,), requested
-            )
-        rejected.append(contract.MoERejection(_legacy_backend_name(candidate), verdict.reject_reason, verdict.detail))
-    if not allow_degradation or requested in resolution.NO_FALLBACK_BACKENDS:
+            eligible.append(candidate)
+        else:
+            rejection = contract.MoERejection(_legacy_backend_name(candidate), verdict.reject_reason, verdict.detail)
+            rejected.append(rejection)
+    winner = eligible[0] if eligible else None
+    asked_for = candidates if impl_id is not None else resolution.BACKEND_FAMILY[requested]
+    selected_by = "failed" if winner is None else "pinned" if winner in asked_for else "heuristic"
+    if selected_by != "pinned" and not allow_degradation:
         raise ValueError(f"layer {layer_idx}: {requested} is not eligible: {[r.detail for r in rejected]}")
-    winner = resolution.FALLBACK_IMPL.__name__
-    return contract.MoEResolutionReport(problem, deployment, winner, "heuristic", tuple(rejected), (winner,), requested)
+    names = tuple(cls.__name__ for cls in eligible)
+    return contract.MoEResolutionReport(
+        problem, deployment, names[0] if names else None, selected_by, tuple(rejected), names, requested
+    )
 
 
 def impl_class_for(report):
+    if report.winner is None:
+        raise ValueError(f"no MoE implementation can serve this layer: {[r.detail for r in report.rejected]}")
     found = [cls for cls in M.moe_resolution.IMPL_PRIORITY if cls.__name__ == report.winner]
     if len(found) != 1:
         raise RuntimeError(f"{report.winner!r} names {len(found)} classes of IMPL_PRIORITY")
