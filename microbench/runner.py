@@ -38,6 +38,7 @@ from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.config import ActivationRequest, EngineName, MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeVerificationError
 from trtllm_megamoe.formats import CombineFormat
+from trtllm_megamoe.kernels.family import family_here
 from trtllm_megamoe.kernels.selection import tuning_target
 from trtllm_megamoe.layer import MegaMoELayer, build_workspace
 from trtllm_megamoe.symmetric.workspace import Workspace
@@ -145,7 +146,7 @@ def _autotune(
     num_sms = torch.cuda.get_device_properties(layer.device).multi_processor_count
     if comm.transport == "threads":
         num_sms //= comm.size  # virtual ranks share one GPU
-    space, _ = tuning_target(layer.config, layer.activation_mode, comm.size, num_sms)
+    space, _ = tuning_target(layer.config, layer.activation_mode, comm.size, num_sms, family_here().arch)
     fullest = {
         max(tokens_by_rank(point.workload, step)) for point in points for step in range(settings.steps)
     }  # fmt: skip

@@ -7,7 +7,8 @@ HARDWARE; whoever launches them is told so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from trtllm_megamoe.buckets import BucketLadder
@@ -16,8 +17,8 @@ from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.kernels import hopper
-from trtllm_megamoe.kernels.objects import get_or_compile
+from trtllm_megamoe.kernels import hopper, objects
+from trtllm_megamoe.kernels.objects import Progress
 from trtllm_megamoe.tuning.tactic import Tactic, TacticSpace
 from vendored_kernels import registry
 from vendored_kernels.sm90.config import KernelConfigError, LayerSpec
@@ -51,9 +52,6 @@ FC1_LAG = 3
 
 LAGS = (2, 5)
 """Lags worth trying beside it."""
-
-Progress = Callable[[str, str], None]
-"""Called with (kernel name, "cached" or "compiled") per kernel."""
 
 
 def layer_spec(config: MegaMoeConfig, ep_size: int, mode: ActivationMode = ActivationMode.NVFP4) -> LayerSpec:
@@ -152,13 +150,6 @@ def obtain(
     Raises:
         MegaMoeUnavailableError: An object is missing and cannot be compiled here; the text says how to get it.
     """
-    found: dict[str, Path] = {}
-    for tile in tiles:
-        if tile.name in found:
-            continue
-        kernel = KernelConfig(spec, tile)
-        entry, state = get_or_compile(arch, kernel, object_key(arch, kernel), cache)
-        found[tile.name] = entry.directory
-        if progress is not None:
-            progress(kernel_name(arch, kernel), state)
-    return found
+    return objects.obtain(
+        arch, [KernelConfig(spec, tile) for tile in tiles], partial(object_key, arch), cache, progress
+    )

@@ -19,16 +19,13 @@ from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.kernels import blackwell, hopper, tactics
-from trtllm_megamoe.kernels.objects import get_or_compile
+from trtllm_megamoe.kernels import blackwell, hopper, objects, tactics
+from trtllm_megamoe.kernels.objects import Progress
 from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
 from trtllm_megamoe.regions import PoolLayout
 from trtllm_megamoe.tuning.table import ResolvedTactic
 from trtllm_megamoe.tuning.tactic import Tactic, TacticSpace
 from vendored_kernels import launch, registry
-
-Progress = Callable[[str, str], None]
-"""Called with (kernel name, "cached" or "compiled") per kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +74,8 @@ class Family:
         Raises:
             MegaMoeUnavailableError: An object is missing and cannot be compiled here; the text says how to get it.
         """
-        found: dict[str, Path] = {}
-        for tile in tiles:
-            if tile.name not in found:
-                kernel = self.kernel(spec, tile, **options)
-                key = self.object_key(kernel)
-                entry, state = get_or_compile(self.arch, kernel, key, cache)
-                found[tile.name] = entry.directory
-                if progress is not None:
-                    progress(key.name, state)
-        return found
+        kernels = [self.kernel(spec, tile, **options) for tile in tiles]
+        return objects.obtain(self.arch, kernels, self.object_key, cache, progress)
 
     def load_launches(
         self,

@@ -6,7 +6,7 @@ Used by the `compile` command (no GPU) and by the CUDA engine. A process with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from trtllm_megamoe.buckets import BucketLadder
@@ -15,7 +15,8 @@ from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import ActivationMode, ScorePlacement
-from trtllm_megamoe.kernels.objects import get_or_compile
+from trtllm_megamoe.kernels import objects
+from trtllm_megamoe.kernels.objects import Progress
 from vendored_kernels import registry
 from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile
 from vendored_kernels.sm90.sites import (
@@ -29,7 +30,7 @@ from vendored_kernels.sm90.sites import (
     SITE_PEER,
 )
 
-__all__ = ["SITE_CELLS", "SITE_HEADER", "SITE_PEER", "KernelConfig"]
+__all__ = ["SITE_CELLS", "SITE_HEADER", "SITE_PEER", "KernelConfig", "Progress"]
 
 ARCH = "sm_90a"
 
@@ -39,9 +40,6 @@ _FAULTS: dict[str, int] = {
     "pull": FAULT_PULL,
     "return": FAULT_RETURN,
 }
-
-Progress = Callable[[str, str], None]
-"""Called with (kernel name, "cached" or "compiled") per kernel."""
 
 
 def layer_spec(config: MegaMoeConfig, ep_size: int, mode: ActivationMode) -> LayerSpec:
@@ -104,16 +102,8 @@ def obtain(
     Raises:
         MegaMoeUnavailableError: An object is missing and cannot be compiled here; the text says how to get it.
     """
-    found: dict[str, Path] = {}
-    for tile in tiles:
-        if tile.name in found:
-            continue
-        kernel = KernelConfig(spec, tile, timestamps=timestamps)
-        entry, state = get_or_compile(ARCH, kernel, object_key(kernel), cache)
-        found[tile.name] = entry.directory
-        if progress is not None:
-            progress(kernel_name(kernel), state)
-    return found
+    kernels = [KernelConfig(spec, tile, timestamps=timestamps) for tile in tiles]
+    return objects.obtain(ARCH, kernels, object_key, cache, progress)
 
 
 def kernel_name(kernel: KernelConfig) -> str:

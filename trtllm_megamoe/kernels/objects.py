@@ -3,13 +3,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from trtllm_megamoe.cache.entry import Entry
 from trtllm_megamoe.cache.keys import ObjectKey
 from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.errors import MegaMoeUnavailableError
 from vendored_kernels import registry
+
+Progress = Callable[[str, str], None]
+"""Called with (kernel name, "cached" or "compiled") per kernel."""
+
+
+def obtain(
+    arch: str,
+    kernels: Iterable[registry.KernelConfig],
+    key_of: Callable[[Any], ObjectKey],
+    cache: ObjectCache,
+    progress: Progress | None = None,
+) -> dict[str, Path]:
+    """Directories that hold the objects of one layer's kernels, by tile name; what the cache lacks is compiled first.
+
+    Raises:
+        MegaMoeUnavailableError: As :func:`get_or_compile`.
+    """
+    found: dict[str, Path] = {}
+    for kernel in kernels:
+        if kernel.tile.name in found:
+            continue
+        key = key_of(kernel)
+        entry, state = get_or_compile(arch, kernel, key, cache)
+        found[kernel.tile.name] = entry.directory
+        if progress is not None:
+            progress(key.name, state)
+    return found
 
 
 def get_or_compile(arch: str, kernel: registry.KernelConfig, key: ObjectKey, cache: ObjectCache) -> tuple[Entry, str]:
