@@ -92,11 +92,23 @@ def repeated_of(chosen: Sequence[Axis]) -> str | None:
 _DEFAULTS = ("--mode", "burst", "--activations", "bf16", "--iters", "30", "--warmup", "5")
 
 
-def command_of(axis: Axis, engine: str, extra: Sequence[str]) -> list[str]:
-    """Arguments of `python -m microbench` for one axis."""
+_SMALL = {"--rows-per-expert": "1,2", "--tokens-per-rank": "1,3"}
+_SMALL_MORE = ("--scale-channels", "64", "--iters", "2", "--warmup", "0")
+
+
+def command_of(axis: Axis, engine: str, extra: Sequence[str], *, is_small: bool = False) -> list[str]:
+    """Arguments of `python -m microbench` for one axis.
+
+    Args:
+        extra: Put at the end.
+        is_small: A rehearsal: few rows and narrow layers, so that a CPU gets through.
+    """
     if not axis.is_run:
         return [*axis.arguments, "--engine", engine]
-    arguments = [argument for argument in axis.arguments if argument != "--eager"]
+    only_gpu = ("--eager", *(("--phases",) if engine == "cpu" else ()))
+    arguments = [argument for argument in axis.arguments if argument not in only_gpu]
+    if is_small:
+        arguments = [_SMALL.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)]
     defaults = [
         word
         for name, value in zip(_DEFAULTS[::2], _DEFAULTS[1::2], strict=True)
@@ -104,4 +116,5 @@ def command_of(axis: Axis, engine: str, extra: Sequence[str]) -> list[str]:
         for word in (name, value)
     ]
     is_graph = engine == "cuda" and "--eager" not in axis.arguments
-    return ["--engine", engine, *arguments, *defaults, *(["--cuda-graph"] if is_graph else []), *extra]
+    more = [*(["--cuda-graph"] if is_graph else []), *(_SMALL_MORE if is_small else ())]
+    return ["--engine", engine, *arguments, *defaults, *more, *extra]

@@ -215,6 +215,7 @@ def run(ctx: click.Context, /, **options: Any) -> None:
 @click.option(
     "--axis-limit", "axis_s", type=click.FloatRange(min=1), help="End the process when one axis takes longer, s."
 )
+@click.option("--small", "is_small", is_flag=True, help="A rehearsal: few rows and narrow layers, for a CPU.")
 @click.option("--needs", is_flag=True, help="Print the kernels that the CUDA engine needs for it, and run nothing.")
 @click.option("--ranks", type=_COUNT, help="With --needs: of so many GPUs; else the launcher says.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
@@ -228,6 +229,7 @@ def sweep_axes(
     only: tuple[str, ...] | None,
     start_s: float | None,
     axis_s: float | None,
+    is_small: bool,
     needs: bool,
     ranks: int | None,
     extra: tuple[str, ...],
@@ -265,7 +267,7 @@ def sweep_axes(
 
     comm = communicators.mpi() if launch.is_launched else communicators.single()
     command = repeat_command(launch, sys.argv[1:])
-    limits = sweep.Limits(start_s, axis_s)
+    limits = sweep.Limits(start_s, axis_s, is_small)
     outcomes = sweep.run_axes(chosen, engine, extra, out, run_one, limits, command, comm)
     if comm.rank == 0:
         click.echo("\n" + "\n".join(f"{name}: {outcome}" for name, outcome in outcomes.items()))

@@ -33,10 +33,17 @@ _WAIT_S = 120.0  # for the slowest rank at the end of an axis
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds after which no further axis is started, and after which one axis ends the process; None: no limit."""
+    """How much is run.
+
+    Attributes:
+        start_s: Seconds after which no further axis is started; None: no limit.
+        axis_s: Seconds after which one axis ends the process; None: no limit.
+        is_small: See :func:`microbench.axes.command_of`.
+    """
 
     start_s: float | None = None
     axis_s: float | None = None
+    is_small: bool = False
 
 
 _RUNNING = "ended with the process"
@@ -68,7 +75,7 @@ def run_axes(
     assert sys.__stderr__ is not None  # a command line has one
     book = _Book(directory / "axes.json", is_writer=comm.rank == 0)
     for axis in chosen:
-        arguments = command_of(axis, engine, extra)
+        arguments = command_of(axis, engine, extra, is_small=limits.is_small)
         is_late = limits.start_s is not None and time.monotonic() - started > limits.start_s
         earlier, is_late = comm.allgather((book.outcome(axis.name, arguments), is_late), _WAIT_S)[0]
         if earlier is not None:
@@ -93,9 +100,9 @@ def run_axes(
         book.note(axis.name, arguments, outcome)
         _say(comm, f"{axis.name}: {outcome}, {time.monotonic() - begun:.1f} s")
         if comm.rank == 0:
-            _merge(_documents(chosen, directory), directory, command)  # now: the next axis may take the process along
+            _merge(book.documents(), directory, command)  # now: the next axis may take the process along
     if comm.rank == 0:
-        documents = _documents(chosen, directory)
+        documents = book.documents()
         _merge(documents, directory, command)
         for name, document in documents.items():
             _draw(document, directory / f"{name}.svg")
@@ -135,6 +142,13 @@ class _Book:
         """Axis -> outcome."""
         return {name: str(entry["outcome"]) for name, entry in self._entries.items()}
 
+    def documents(self) -> dict[str, dict[str, Any]]:
+        """Axis -> result, of all runs of the layer that have left one here."""
+        commands = {name: entry["command"] for name, entry in self._entries.items()}
+        runs = [name for name, words in commands.items() if words is not None and words[0].startswith("-")]
+        paths = {name: self._path.with_name(f"{name}.json") for name in runs}
+        return {name: report.read_json(path) for name, path in paths.items() if path.exists()}
+
     def outcome(self, name: str, arguments: Sequence[str]) -> str | None:
         """What this very command came to before; None where it was never started."""
         entry = self._entries.get(name)
@@ -159,12 +173,6 @@ def _draw(document: Mapping[str, Any], output: Path) -> None:
         plot.draw(document, output)
     except (MegaMoeConfigError, MegaMoeUnavailableError) as err:
         click.echo(f"no figure {output.name}: {err}")
-
-
-def _documents(chosen: Sequence[Axis], directory: Path) -> dict[str, dict[str, Any]]:
-    """Axis -> result, of those that have one."""
-    paths = {axis.name: directory / f"{axis.name}.json" for axis in chosen if axis.is_run}
-    return {name: report.read_json(path) for name, path in paths.items() if path.exists()}
 
 
 def _merge(documents: Mapping[str, Mapping[str, Any]], directory: Path, command: str) -> None:

@@ -36,7 +36,6 @@ from trtllm_megamoe.comm.launch import mpirun_command, mpirun_environment
 ROOT = Path(__file__).parent.parent
 STEPS = ("tests", "dead-rank", "bench")
 SOAK_LAUNCHES = 10_000
-_SMALL = ("--scale-channels", "64", "--tokens-per-rank", "1,4", "--iters", "2", "--warmup", "0")
 _START_S = 20.0
 """What a job may need from its start to its first result, and a step that is not granted as much is skipped."""
 
@@ -62,7 +61,7 @@ def steps_of(names: list[str], ranks: int, directory: Path, rehearse: bool) -> l
     def bench(seconds: float) -> list[str]:
         options = ["--engine", "cpu" if rehearse else "cuda", "--out", str(directory), "--axis-limit", "60"]
         options += ["--time-limit", f"{max(1.0, seconds - _START_S):.0f}"]
-        return mpirun_command(ranks, ["-m", "microbench", "sweep", *options, *(("--", *_SMALL) if rehearse else ())])
+        return mpirun_command(ranks, ["-m", "microbench", "sweep", *options, *(["--small"] if rehearse else [])])
 
     every = {
         "tests": Step("tests", lambda _: tests, 90, " passed", {"MEGAMOE_SOAK_LAUNCHES": str(SOAK_LAUNCHES)}),

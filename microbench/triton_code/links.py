@@ -13,14 +13,15 @@ import triton.language as tl
 def ping_pong(own, peer, gave_up, first_round, rounds, begins: tl.constexpr, most_polls):
     """Answer `rounds` rounds: write the round's number into the peer's word, wait until it stands in the own one.
 
-    The side that `begins` writes first. `gave_up` counts waits that ended after `most_polls` polls.
+    The side that `begins` writes first. All waits together poll at most `most_polls` times; `gave_up` counts those that
+    ended without the peer.
     """
     failed = 0
+    polls = 0
     for number in range(first_round, first_round + rounds):
         if begins:
             tl.atomic_xchg(peer, number, sem="release", scope="sys")
         seen = tl.atomic_add(own, 0, sem="acquire", scope="sys")
-        polls = 0
         while (seen < number) & (polls < most_polls):
             seen = tl.atomic_add(own, 0, sem="acquire", scope="sys")
             polls += 1

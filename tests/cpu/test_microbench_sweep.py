@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from microbench import axes, compare, report, sweep
-from microbench.axes import Axis, command_of, one_gpu
+from microbench.axes import Axis, command_of, one_gpu, several_gpus
 from microbench.cases import preset_case
 from microbench.cli import main
 from microbench.sources import SyntheticSource
@@ -25,7 +25,7 @@ from trtllm_megamoe.comm import single
 from trtllm_megamoe.weights.spec import Component, Projection, TensorKey
 
 REPEATED = "rows-deepseek-v4-pro"
-SHRUNK = ("--scale-channels", "64", "--iters", "2", "--warmup", "0", "--threads-per-rank", "1")
+ONE_THREAD = ("--threads-per-rank", "1")
 
 
 def points_of(axis: Axis) -> int:
@@ -53,6 +53,18 @@ def test_axes_are_few_points_and_commands_that_parse() -> None:
     assert by_name[axes.REPEAT] == by_name[REPEATED]
 
 
+def test_small_commands_change_amounts_and_widths_only() -> None:
+    for axis in [*one_gpu(), *several_gpus(2)]:
+        if not axis.is_run:
+            assert command_of(axis, "cpu", (), is_small=True) == [*axis.arguments, "--engine", "cpu"]
+            continue
+        words = command_of(axis, "cpu", (), is_small=True)
+        assert words[-6:] == ["--scale-channels", "64", "--iters", "2", "--warmup", "0"]
+        amounts = [words[i + 1] for i, word in enumerate(words) if word in ("--rows-per-expert", "--tokens-per-rank")]
+        assert amounts in (["1,2"], ["1,3"]) and "--cuda-graph" not in words and "--phases" not in words
+        assert ("--phases" in command_of(axis, "cuda", ())) is axis.name.endswith("phases")
+
+
 def test_sweep_names_the_kernels_it_needs() -> None:
     result = CliRunner().invoke(main, ["sweep", "--needs"])
     assert result.exit_code == 0, result.output
@@ -70,18 +82,17 @@ def test_sweep_names_the_kernels_it_needs() -> None:
 
 
 def test_sweep_merges_its_axes_and_draws_them(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        main, ["sweep", "--engine", "cpu", "--out", str(tmp_path), "--only", "wires,lockstep", "--", *SHRUNK],
-    )  # fmt: skip
+    options = ["--engine", "cpu", "--out", str(tmp_path), "--only", "wires,lockstep", "--small"]
+    result = CliRunner().invoke(main, ["sweep", *options, "--", *ONE_THREAD])
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "sweep.json").read_text())
     jsonschema.Draft202012Validator(json.loads(report.SCHEMA_PATH.read_text())).validate(document)
-    assert len(document["rows"]) == 6 + 4
+    assert len(document["rows"]) == 4 + 2
     assert {row["combine_format"] for row in document["rows"]} == {"bf16", "fp8", "fp4"}
     assert {row["mode"] for row in document["rows"]} == {"burst", "lockstep"}
     assert all("SHRUNK" in row["label"] for row in document["rows"])
     assert all(row["memory"]["weights_bytes"] > 0 < row["memory"]["workspace_bytes"] for row in document["rows"])
-    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 1 + 10
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 1 + 6
     assert {path.name for path in tmp_path.glob("*.svg")} == {"wires.svg", "lockstep.svg"}
     book = json.loads((tmp_path / "axes.json").read_text())
     assert {name: entry["outcome"] for name, entry in book.items()} == {"wires": "ok", "lockstep": "ok"}
