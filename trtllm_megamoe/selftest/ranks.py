@@ -112,7 +112,7 @@ def missing_rank(case: Case) -> Iterator[Outcome]:
     def body(comm: Communicator) -> str:
         member = _Member(quick, comm, tensors)
         own = given[comm.rank].to(member.layer.device)
-        is_cpu = member.layer.device.type == "cpu"
+        is_cpu = member.layer.engine_name == "cpu"
         member.settle()  # from here on nobody is late but the culprit
         try:
             if comm.rank == culprit:
