@@ -82,13 +82,6 @@ def several_gpus(ranks: int) -> list[Axis]:
     ]
 
 
-def repeated_of(chosen: Sequence[Axis]) -> str | None:
-    """Name of the axis that `REPEAT` repeats, if both are there."""
-    repeat = next((axis for axis in chosen if axis.name == REPEAT), None)
-    same = (axis.name for axis in chosen if repeat is not None and axis.arguments == repeat.arguments)
-    return next((name for name in same if name != REPEAT), None)
-
-
 _DEFAULTS = ("--mode", "burst", "--activations", "bf16", "--iters", "30", "--warmup", "5")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from microbench import compare, plot, report
-from microbench.axes import REPEAT, Axis, command_of, repeated_of
+from microbench.axes import REPEAT, Axis, command_of
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
 
@@ -106,7 +106,7 @@ def run_axes(
         _merge(documents, directory, command)
         for name, document in documents.items():
             _draw(document, directory / f"{name}.svg")
-        _compare(documents, directory, repeated_of(chosen))
+        _compare(documents, directory, book.same_command_as(REPEAT))
     return {axis.name: book.outcomes[axis.name] for axis in chosen}
 
 
@@ -148,6 +148,12 @@ class _Book:
         runs = [name for name, words in commands.items() if words is not None and words[0].startswith("-")]
         paths = {name: self._path.with_name(f"{name}.json") for name in runs}
         return {name: report.read_json(path) for name, path in paths.items() if path.exists()}
+
+    def same_command_as(self, name: str) -> str | None:
+        """Another axis with the command of this one, if both were started."""
+        command = self._entries.get(name, {}).get("command")
+        same = (other for other, entry in self._entries.items() if command and entry["command"] == command)
+        return next((other for other in same if other != name), None)
 
     def outcome(self, name: str, arguments: Sequence[str]) -> str | None:
         """What this very command came to before; None where it was never started."""
