@@ -56,7 +56,7 @@ def expected_counts(config: KernelConfig) -> dict[str, int]:
         r"cp\.async\.bulk\.tensor\.2d": 8,  # codes and scales of weights and tokens, two GEMMs
         r"mbarrier\.init": config.num_barriers,
         r"fence\.mbarrier_init": 1,
-        r"fence\.proxy\.async": 4,  # staging or pulled piece, token warp, epilogue, release warp
+        r"fence\.proxy\.async": 3 if config.exchange else 4,  # token warp, epilogue, release warp; staging of one rank
         r"red\.release\.gpu": 3,  # staged tokens, fc1 block, fc2 tile or pulled piece
         r"ld\.acquire\.gpu": 6,  # two in each of three waits
         r"ld\.acquire\.sys\.global\.b32": waits + 3,  # abort word in each wait, at the exit, in a departure's record

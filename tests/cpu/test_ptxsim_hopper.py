@@ -15,7 +15,7 @@ from tests.helpers.synthetic import RoutingKind, make_layer_tensors, make_routin
 from tools.ptxsim import OrderError, SimError
 from tools.ptxsim.layers import KernelFile, LayerRun
 from tools.ptxsim.mutate import Mutant, mutants
-from tools.ptxsim.ranks import run_sm90
+from tools.ptxsim.ranks import run_one_rank
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
 
@@ -41,7 +41,7 @@ class Case:
         """Run the kernel, or another text of it."""
         kernel = self.kernel if text is None else KernelFile(text, self.kernel.facts)
         routing = self.routing
-        return run_sm90(
+        return run_one_rank(
             kernel,
             self.tensors,
             self.x,

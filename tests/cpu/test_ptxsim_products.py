@@ -25,7 +25,7 @@ from tools.gpu_suite.products import (
     scale_terms,
 )
 from tools.ptxsim.layers import KernelFile
-from tools.ptxsim.ranks import run_sm90
+from tools.ptxsim.ranks import run_one_rank
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
 from vendored_kernels.sm90.config import LayerSpec
@@ -55,7 +55,7 @@ def wrong_of(case: ProductCase, mode: str, text: str | None = None, kind: str = 
             seen[name] += 1
     kernel = KernelFile.load(DATA / f"sm90_{mode}.ptx")
     kernel = kernel if text is None else KernelFile(text, kernel.facts)
-    run = run_sm90(kernel, case.tensors, case.x[chosen], case.ids[chosen], case.weights[chosen])
+    run = run_one_rank(kernel, case.tensors, case.x[chosen], case.ids[chosen], case.weights[chosen])
     assert run.error[0] == 0
     part = dataclasses.replace(
         case,

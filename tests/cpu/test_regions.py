@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from trtllm_megamoe.contract import judge
 from trtllm_megamoe.errors import MegaMoeConfigError
 from trtllm_megamoe.formats import CombineFormat
 from trtllm_megamoe.presets import PRESETS
-from trtllm_megamoe.regions import REGION_ALIGN_BYTES, TOKEN_BLOCK_ROWS, Geometry, RegionTable
+from trtllm_megamoe.regions import REGION_ALIGN_BYTES, TOKEN_BLOCK_ROWS, Geometry, RegionTable, layout_digest
 
 
 @st.composite
@@ -28,6 +30,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
         ep_size=ep_size,
         combine_format=draw(st.sampled_from(list(CombineFormat))),
         activations=draw(st.sampled_from(["auto", "nvfp4", "bf16"])),
+        pool_layout=draw(st.sampled_from(["f16", "sm_100"])),
     )
 
 
@@ -45,19 +48,23 @@ def test_regions_any_geometry_never_overlap_and_stay_inside(geometry: Geometry) 
 
 @given(geometries(), st.data())
 def test_pool_any_routing_fits(geometry: Geometry, data: st.DataObject) -> None:
-    """Counts of any routing, the most hostile ones included, fit the pool with every expert padded to a block."""
+    """Counts of any routing, the most hostile ones included, fit the pool with every expert padded to a block.
+
+    Blackwell kernels pad to as many rows as a scale atom has.
+    """
+    block = TOKEN_BLOCK_ROWS if geometry.pool_layout == "f16" else 128
     routes = geometry.ep_size * geometry.max_tokens_per_rank * geometry.top_k
     local = geometry.num_local_experts
     counts = [0] * local
     left = routes
     for expert in range(local):
-        counts[expert] = data.draw(st.sampled_from([0, 1, min(left, TOKEN_BLOCK_ROWS + 1), left // 2]), label="rows")
+        counts[expert] = data.draw(st.sampled_from([0, 1, min(left, block + 1), left // 2]), label="rows")
         counts[expert] = min(counts[expert], left)
         left -= counts[expert]
     counts[data.draw(st.integers(0, local - 1))] += left  # every route of every rank hits this rank
     assert sum(counts) == routes
-    used = sum(-(-c // TOKEN_BLOCK_ROWS) * TOKEN_BLOCK_ROWS for c in counts)
-    assert used <= geometry.max_pool_rows
+    used = sum(-(-c // block) * block for c in counts)
+    assert used <= geometry.max_pool_rows and geometry.max_pool_rows % block == 0
 
 
 def test_pool_routes_repeating_one_expert_fit_when_experts_are_fewer_than_top_k() -> None:
@@ -99,6 +106,28 @@ def test_sizes_deepseek_v3_match_hand_computed_bytes() -> None:
     pool_ready = 2 * (rows // 32) * 4
     pool = rows * (14336 + 4096 + 4 + 4 + 8)
     assert local == pytest.approx(pool + ready + pool_ready + route_rows, abs=12 * REGION_ALIGN_BYTES)
+
+
+def test_sizes_of_packed_rows_match_hand_computed_bytes() -> None:
+    """The Blackwell pool: half a byte a code, a byte of scale per 16 columns, in whole 128-row x 64-column atoms."""
+    table = RegionTable(Geometry(416, 96, 16, 2, 10, 8, CombineFormat.BF16, "nvfp4", "sm_100"))
+    rows = 512  # 160 routes and two experts with up to 127 rows of padding: 414, in whole atoms
+    assert table.geometry.max_pool_rows == rows
+    sizes = {name: table[name].num_bytes for name in ("pool", "pool_scales", "fc1_out", "fc1_scales", "pool_ready")}
+    assert sizes == {
+        "pool": rows * 208,
+        "pool_scales": rows // 128 * 7 * 512,
+        "fc1_out": rows * 48,
+        "fc1_scales": rows // 128 * 2 * 512,
+        "pool_ready": 2 * rows // 32 * 4,
+    }
+    assert "pool_row_scale" not in {region.name for region in table.regions()}
+
+
+def test_layout_digest_tells_pool_layouts_apart() -> None:
+    """Ranks with kernels of different architectures must not run one layer together."""
+    one = Geometry(416, 96, 16, 2, 10, 8, CombineFormat.BF16, "nvfp4")
+    assert layout_digest(RegionTable(one)) != layout_digest(RegionTable(replace(one, pool_layout="sm_100")))
 
 
 def test_sizes_shared_bytes_do_not_grow_with_ep_size_beyond_index_and_cells() -> None:

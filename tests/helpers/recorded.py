@@ -22,7 +22,7 @@ from tests.helpers.synthetic import RoutingKind, make_layer_tensors, make_routin
 from tools.ptxsim.approx import Table
 from tools.ptxsim.kept import KEPT
 from tools.ptxsim.layers import KernelFile
-from tools.ptxsim.ranks import RankInput, run_sm90_ranks
+from tools.ptxsim.ranks import RankInput, run_ranks
 from vendored_kernels.sm90.config import LayerSpec
 
 RECORDED = Path(__file__).parent.parent / "data" / "recorded" / "h200.safetensors"
@@ -130,7 +130,7 @@ def differing(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor])
 
 def interpreted(case: RecordedCase, kernel: KernelFile, *, check_order: bool = False) -> dict[str, torch.Tensor]:
     """The same call in the interpreter."""
-    run = run_sm90_ranks(
+    run = run_ranks(
         kernel,
         case.tensors(),
         case.inputs(),

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from tests.helpers.synthetic import RoutingKind, make_layer_tensors, make_routing, make_tokens, seeded
-from tools.ptxsim.layers import KernelFile, LayerRun, run_sm100
+from tools.ptxsim.layers import KernelFile, LayerRun
+from tools.ptxsim.ranks import run_one_rank
 from trtllm_megamoe.formats import ActivationMode, CombineFormat, ScorePlacement
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleTrace, OracleWeights, oracle_trace
 
@@ -49,7 +50,7 @@ class Sm100Case:
         """Run the kernel, or another text of it."""
         kernel = self.kernel if text is None else KernelFile(text, self.kernel.facts)
         ids = self.routing.topk_ids if ids is None else ids
-        return run_sm100(kernel, self.tensors, self.x, ids, self.routing.topk_weights, seed=seed, **extra)
+        return run_one_rank(kernel, self.tensors, self.x, ids, self.routing.topk_weights, seed=seed, **extra)
 
     def check(self, run: LayerRun) -> None:
         """Pool and fc1 output exactly, row by row; y bit for bit, NaN where the oracle has NaN."""

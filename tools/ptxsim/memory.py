@@ -41,8 +41,7 @@ class GlobalMemory:
     def add(self, name: str, contents: NDArray[Any] | int, *, racy: bool = False) -> int:
         """A buffer with these contents, or of so many poisoned bytes; returns its address.
 
-        `racy`: a tensor load may touch bytes that others are writing (scale atoms hold rows of several tiles); such a
-        byte arrives as poison, so that using it shows.
+        `racy`: see :meth:`allow_races`.
         """
         size = contents if isinstance(contents, int) else contents.nbytes
         start = self._end
@@ -56,6 +55,14 @@ class GlobalMemory:
         self._names.append(name)
         self._starts.append(start)
         return GLOBAL_BASE + start
+
+    def allow_races(self, address: int, size: int) -> None:
+        """Here a tensor load may touch bytes that others are writing (scale atoms hold rows of several tiles).
+
+        Such a byte arrives as poison, so that using it shows.
+        """
+        start = address - GLOBAL_BASE
+        self.racy[start : start + size] = True
 
     def view(self, name: str) -> Bytes:
         """The bytes of a buffer (not a copy)."""

@@ -27,7 +27,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("arrival removed", r"mbarrier\.arrive\.(?!expect_tx)\S* .*", ""),
     ("announced bytes removed", r"mbarrier\.arrive\.expect_tx\S* .*", ""),
     ("arrival count", r"(mbarrier\.init\S*) (\[[^\]]*\]), .*", r"\1 \2, 63"),
-    ("barrier removed", r"bar\.sync .*", ""),
+    ("barrier removed", r"bar\.(?:sync|arrive) .*", ""),
     ("fence removed", r"fence\..*", ""),
     ("release weakened", r"(red|st)\.release\.(gpu|sys)(.*)", r"\1.relaxed.\2\3"),
     ("acquire weakened", r"ld\.acquire\.(gpu|sys)(.*)", r"ld.relaxed.\1\2"),

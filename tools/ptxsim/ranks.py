@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One or several virtual ranks of the Hopper kernel in one interpreted launch, dispatch and combine included.
+"""One or several virtual ranks of one of our kernels in one interpreted launch, dispatch and combine included.
 
 Each rank has its own workspace, laid out by the product's region table, in the one global memory; all ranks run at the
 same time, in any interleaving. Scopes count: a flag between ranks that is not `.sys` orders nothing.
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from trtllm_megamoe.engines.cuda.arguments import LOCAL_REGIONS, SHARED_REGIONS, layout_numbers
+from trtllm_megamoe.engines.cuda.arguments import SHARED_REGIONS, layout_numbers, local_regions
 from trtllm_megamoe.formats import CombineFormat
 from trtllm_megamoe.regions import Geometry, RegionTable, header_words
-from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
 from trtllm_megamoe.weights.spec import LayerShape
 
+from .families import family_of
 from .layers import TIMEOUT_NS, KernelFile, LayerRun, Tensors, pack, scale_table
 from .machine import TensorMap
 from .memory import POISON, GlobalMemory
@@ -60,20 +60,13 @@ class _Rank:
         self.memory, self.table, self.rank = memory, table, rank
         self.values: dict[str, int | TensorMap] = {}
         self.bases = {space: self._space(space) for space in ("shared", "local")}
-        layer, tile = kernel.facts["layer"], kernel.facts["tile"]
         local = self.bases["local"]
-        self.values |= {name: local + table[region].offset_bytes for name, region in LOCAL_REGIONS.items()}
-        base = self.bases["shared"] if layer["ep_size"] == 1 else 0  # one rank gets addresses instead of offsets
+        self.values |= {name: local + table[region].offset_bytes for name, region in local_regions(table).items()}
+        one = kernel.facts["layer"]["ep_size"] == 1
+        base = self.bases["shared"] if one else 0  # one rank gets addresses instead of offsets
         self.values |= {name: base + table[region].offset_bytes for name, region in SHARED_REGIONS.items()}
-        numbers = layout_numbers(table)
-        self.values |= numbers
+        self.values |= layout_numbers(table)
         self.values["error"] = local + table["error_record"].offset_bytes
-        rows = numbers["pool_rows"]
-        for i, width in enumerate(tile["token_widths"]):
-            for name, columns in (("pool", layer["hidden_size"]), ("h", layer["intermediate_size"])):
-                at = local + table[LOCAL_REGIONS[name]].offset_bytes
-                self.values[f"map{i}_{name}"] = TensorMap(at, rows, 2 * columns, 2 * columns, width, 128, 16, True)
-                self.values[f"map{i}_{name}_rows"] = rows
 
     def _space(self, space: str) -> int:
         table = self.table
@@ -86,6 +79,17 @@ class _Rank:
             start = table["header"].offset_bytes
             contents[start : start + words.numel()] = words
         return self.memory.add(self.name(f"{space} space"), contents.numpy())
+
+    def allow_races(self, region: str) -> None:
+        """Tensor loads may take bytes of this region while others write them."""
+        found = self.table[region]
+        self.memory.allow_races(self.bases[found.space] + found.offset_bytes, found.num_bytes)
+
+    def add_maps(self, kernel: KernelFile) -> None:
+        """The arguments that the driver makes of addresses; last, when all of them are known."""
+        numbers = {name: value for name, value in self.values.items() if isinstance(value, int)}
+        make = family_of(kernel.facts["arch"]).maps
+        self.values |= make(kernel.facts["layer"], kernel.facts["tile"], numbers, numbers["pool_rows"])
 
     def add(self, name: str, contents: torch.Tensor | int) -> None:
         """A buffer of this rank that is a launch argument."""
@@ -105,7 +109,7 @@ class _Rank:
         return f"{buffer} of rank {self.rank}"
 
 
-def run_sm90_ranks(
+def run_ranks(
     kernel: KernelFile,
     tensors: Tensors,
     inputs: Sequence[RankInput],
@@ -132,6 +136,7 @@ def run_sm90_ranks(
     hidden, inter, top_k = layer["hidden_size"], layer["intermediate_size"], layer["top_k"]
     if len(inputs) != ranks:
         raise ValueError(f"{len(inputs)} inputs for {ranks} ranks")
+    family = family_of(kernel.facts["arch"])
     geometry = Geometry(
         hidden,
         inter,
@@ -141,13 +146,14 @@ def run_sm90_ranks(
         ranks,
         CombineFormat(layer["combine_format"]),
         layer["activation_mode"],
+        family.pool_layout,
     )
     memory = GlobalMemory(1 << 23)
     table = RegionTable(geometry)
     members = [_Rank(memory, table, kernel, rank) for rank in range(ranks)]
     bases = [member.bases["shared"] for member in members] if ranks > 1 else [0]  # one rank has addresses
     peers = torch.tensor(bases, dtype=torch.int64)
-    scales = scale_table(tensors, ranks * local_experts, layer["activation_mode"], 14)
+    scales = scale_table(tensors, ranks * local_experts, layer["activation_mode"], family.accumulator_shift)
     for rank, (member, given) in enumerate(zip(members, inputs, strict=True)):
         own = slice(rank * local_experts, (rank + 1) * local_experts)
         shape = LayerShape(hidden, inter, local_experts, top_k)
@@ -156,9 +162,11 @@ def run_sm90_ranks(
             for name, tensor in tensors.items()
             if own.start <= int(name.split(".", 1)[0]) < own.stop
         }
-        packed = pack(renamed, local_experts, Sm90Layout(), shape)
-        member.add("w1", packed["fc1_records"])
-        member.add("w2", packed["fc2_records"])
+        packed = pack(renamed, local_experts, family.layout, shape)
+        for argument, buffer in family.weights.items():
+            member.add(argument, packed[buffer])
+        for region in family.racy:
+            member.allow_races(region)
         own_scales = torch.cat((scales[own], scales[-1:]))
         own_scales.view(torch.int32)[-1, 2] = LAUNCH_FACTS
         member.add("scales", own_scales)
@@ -180,6 +188,7 @@ def run_sm90_ranks(
             "rank": rank,
             "ctas_per_rank": grid,
         }
+        member.add_maps(kernel)
     program = kernel.program()
     arguments = [[member.values[name] for name in kernel.facts["arguments"]] for member in members]
     for number in range(launches):
@@ -203,7 +212,7 @@ def run_sm90_ranks(
     return run
 
 
-def run_sm90(
+def run_one_rank(
     kernel: KernelFile,
     tensors: Tensors,
     x: torch.Tensor,
@@ -213,11 +222,27 @@ def run_sm90(
     fault_step: int = 0,
     **options: Any,
 ) -> LayerRun:
-    """One Hopper layer of one rank; options as for :func:`run_sm90_ranks`."""
+    """One layer of one rank; options as for :func:`run_ranks`."""
     layer, given = kernel.facts["layer"], RankInput(x, ids, weights)
     cap = max(len(x), 1)
-    run = run_sm90_ranks(kernel, tensors, [given], max_tokens=cap, fault_steps=[fault_step], **options)
-    columns = {"pool": layer["hidden_size"], "fc1_out": layer["intermediate_size"]}
-    rows = {name: run.region(0, name).view(torch.float16).view(-1, width) for name, width in columns.items()}
+    run = run_ranks(kernel, tensors, [given], max_tokens=cap, fault_steps=[fault_step], **options)
     route_rows = run.region(0, "route_rows").view(torch.int32).view(cap, layer["top_k"])[: len(x)]
-    return LayerRun(run.y[0], route_rows, {"pool": rows["pool"], "h": rows["fc1_out"]}, run.errors[0], run.report)
+    return LayerRun(run.y[0], route_rows, token_rows(run, 0), run.errors[0], run.report)
+
+
+def token_rows(run: RanksRun, rank: int) -> dict[str, torch.Tensor]:
+    """Pool and fc1 output of a rank: f16 values, or codes, one a byte, and their scales by row and block of 16."""
+    g, out = run.table.geometry, {}
+    for name, region, scales, columns in (
+        ("pool", "pool", "pool_scales", g.hidden_size),
+        ("h", "fc1_out", "fc1_scales", g.intermediate_size),
+    ):
+        raw = run.region(rank, region)
+        if g.pool_layout == "f16":
+            out[name] = raw.view(torch.float16).view(-1, columns)
+            continue
+        codes = raw.view(-1, columns // 2)
+        out[name] = torch.stack((codes & 15, codes >> 4), -1).reshape(-1, columns)
+        atoms = run.region(rank, scales).view(-1, -(-columns // 64), 32, 4, 4)  # block, atom, row % 32, row / 32, scale
+        out[f"{name}_scales"] = atoms.permute(0, 3, 2, 1, 4).reshape(len(codes), -1)
+    return out

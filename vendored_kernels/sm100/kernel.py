@@ -413,20 +413,13 @@ class Sm100MegaMoeNvfp4Kernel:
                 if const_expr(cfg.exchange):
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
                     exchange.receive_cells(cfg, ex, table, control, cells_at, thread)
-                blocks, live = tiles.build_table(
-                    experts,
-                    slots,
-                    cfg.tile.tokens,
-                    cfg.fc1_row_tiles,
-                    cfg.fc2_row_tiles,
-                    TABLE_BARRIER,
-                    table,
-                    lag,
-                    thread,
-                )
-                if const_expr(cfg.exchange):
+                blocks, live = tiles.order_experts(experts, slots, cfg.tile.tokens, TABLE_BARRIER, table, thread)
+                if const_expr(cfg.exchange):  # the helpers may begin to pull
                     exchange.share_table(cfg, ex, blocks, live, thread)
-                    cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
+                    cute.arch.barrier_arrive(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
+                tiles.lay_out_segments(
+                    slots, cfg.fc1_row_tiles, cfg.fc2_row_tiles, TABLE_BARRIER, table, lag, blocks, live, thread
+                )
                 if warp == STAGING_WARPS:
                     mainloop.mma_warp(cfg, bars, info, mma, smem, layouts, tmem, lane)
                 elif warp == STAGING_WARPS + 1:

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Blackwell kernel between virtual ranks, in the interpreter, memory order checked: equals the oracle bit for bit.
+
+tests/data/ptx holds three builds that cover the three wires, both score placements, rows of one and two pieces, tails
+of every dimension, two and three ranks. All memory that is no input starts as NaN; pulled rows and fc1 output are
+compared as well as y.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks_case import RanksCase
+from tests.helpers.synthetic import RoutingKind
+from tools.ptxsim import OrderError, SimError
+from tools.ptxsim.mutate import mutants
+from vendored_kernels.common.sites import (
+    FAULT_PUBLISH,
+    FAULT_PULL,
+    SITE_CELLS,
+    SITE_PEER,
+    SITE_POOL,
+    SITE_RETURNS,
+)
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "counts", "grid", "launches"),
+    [
+        ("sm100_ranks2", RoutingKind.MASKED_30, (0, 5), 2, 2),
+        ("sm100_ranks2_wide", RoutingKind.DUPLICATES, (2, 1), 1, 1),
+        ("sm100_ranks3", RoutingKind.RANDOM, (3, 0, 2), 1, 1),
+    ],
+)
+def test_ranks_outputs_equal_the_oracle_bit_for_bit(
+    build: str, kind: RoutingKind, counts: tuple[int, ...], grid: int, launches: int
+) -> None:
+    case = RanksCase(build, kind, counts)
+    case.check(case.run(grid=grid, launches=launches, seed=sum(counts)))
+
+
+@pytest.fixture(scope="module")
+def case() -> RanksCase:
+    """The case of the planted faults and of the time-outs: every rank sends to every rank."""
+    return RanksCase("sm100_ranks2", RoutingKind.RANDOM, (3, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "needle"),
+    [
+        ("fence removed", "fence.acq_rel.sys"),
+        ("scope narrowed", "red.release.sys"),
+        ("acquire weakened", "ld.acquire.sys.global.b64"),
+    ],
+)
+def test_ranks_planted_fault_in_the_protocol_is_caught(case: RanksCase, kind: str, needle: str) -> None:
+    mutant = next(m for m in mutants(case.kernel.text, (kind,)) if needle in m.before)
+    with pytest.raises(SimError):
+        case.run(mutant.text, max_rounds=3000)
+
+
+def test_ranks_gpu_scope_between_ranks_is_caught(case: RanksCase) -> None:
+    """What passes on one GPU and fails on two: every system-scope order made GPU-wide."""
+    text = case.kernel.text
+    for name in ("fence.acq_rel", "red.release", "ld.acquire", "st.release", "st.relaxed"):
+        text = text.replace(f"{name}.sys", f"{name}.gpu")
+    with pytest.raises(OrderError):
+        case.run(text, max_rounds=3000)
+
+
+@pytest.mark.parametrize(
+    ("step", "sites"),
+    [
+        (FAULT_PUBLISH, {SITE_CELLS}),
+        (FAULT_PULL, {SITE_POOL, SITE_RETURNS}),
+    ],
+)
+def test_rank_that_stops_before_a_step_ends_every_launch_with_a_record(
+    case: RanksCase, step: int, sites: set[int]
+) -> None:
+    """Rank 0 stops; both ranks' launches end, and both records name a wait of that step or the other's failure."""
+    run = case.run(fault_steps=(step, 0), timeout_ns=20_000, check_order=False, patience=4000)
+    assert all(error[0] == 1 for error in run.errors)
+    found = {error[2] for error in run.errors}
+    assert found & sites and found <= sites | {SITE_PEER}
