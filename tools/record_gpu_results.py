@@ -181,7 +181,7 @@ def main() -> int:
     if arguments.needs:
         for name, config in KEPT.items():
             print(f"{name}: {registry.kernel_key(config, ARCH)}")
-        print("build with: python -m tools.ptxsim.kept OBJECTS_DIR (renews tests/data/ptx as well)")
+        print(f"build: python -m tools.ptxsim.kept OBJECTS_DIR {' '.join(KEPT)} (renews tests/data/ptx as well)")
         return 0
     if arguments.cache is None or arguments.out is None:
         parser.error("--cache and --out are needed")
