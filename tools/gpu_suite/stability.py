@@ -128,6 +128,7 @@ def faults(cache_dir: Path) -> Iterator[dict[str, Any]]:
     }
 
 
+SANITIZER_S = 150.0
 SANITIZED_CASE, SANITIZED_TILE = "odd-nvfp4", "h16"
 
 
@@ -156,13 +157,23 @@ def exchange_sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:
 
 def _sanitize(cache_dir: Path, arguments: list[str], kernel: KernelConfig) -> Iterator[dict[str, Any]]:
     for tool in ("memcheck", "synccheck", "racecheck"):
+        started = time.time()
         command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=kernel", "--error-exitcode", "99"]
         command += [sys.executable, "tools/run_gpu_suite.py", *arguments, "--cache", str(cache_dir)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SANITIZER_S, check=False)
+        except subprocess.TimeoutExpired:
+            yield {"check": tool, "seconds": SANITIZER_S, "error": "did not end in time", "ok": False}
+            continue
         lines = [
             re.sub(r"kernel_cutlass\S*_0\+", "kernel+", line) for line in done.stdout.splitlines() if "===" in line
         ]
-        result: dict[str, Any] = {"check": tool, "exit": done.returncode, "report": lines[-80:]}
+        result: dict[str, Any] = {
+            "check": tool,
+            "seconds": round(time.time() - started, 1),
+            "exit": done.returncode,
+            "report": lines[-80:],
+        }
         if tool == "racecheck":
             writers = {
                 int(found, 16) for found in re.findall(r"Write access at kernel\+0x([0-9a-f]+)", "\n".join(lines))
