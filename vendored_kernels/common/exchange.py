@@ -165,6 +165,8 @@ def publish(
     ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)
     rank = ptx.lds32(control + RANK)
     tag = ptx.lds64(control + LAUNCH) + 1
+    own_facts = ptx.lds64(ex + at.peers + rank * 8) + header_at + (HEADER_FIXED_WORDS + (Int32(tag) & 1)) * 8
+    ptx.stg64(own_facts, ptx.ldg64(launch_facts))  # every thread, so that each one's fence covers it
     if const_expr(cfg.publish_barrier_threads > 0):
         cute.arch.barrier(barrier_id=STAGED_BARRIER, number_of_threads=cfg.publish_barrier_threads)
     gave_up = Int32(0)
@@ -173,8 +175,6 @@ def publish(
     gave_up = ptx.broadcast_lane0(gave_up)
     cute.arch.sync_warp()  # what lane 0 has acquired, every lane's fence covers
     if gave_up == 0:
-        own_facts = ptx.lds64(ex + at.peers + rank * 8) + header_at + (HEADER_FIXED_WORDS + (Int32(tag) & 1)) * 8
-        ptx.stg64(own_facts, ptx.ldg64(launch_facts))  # every thread, so that each one's fence covers it
         ptx.fence_acq_rel_sys()
         expert = thread
         while expert < cfg.layer.num_experts:

@@ -86,8 +86,13 @@ def place_routes(
     first_route,
     own_routes,
     thread,
+    noted: cutlass.Constexpr = 0,
+    noted_at=0,
 ):
-    """Give each of this CTA's routes a pool row (-1: masked) and describe the row."""
+    """Give each of this CTA's routes a pool row (-1: masked) and describe the row.
+
+    `noted_at`: shared memory for the rows of the first `noted` routes as well.
+    """
     i = thread
     while i < own_routes:
         route = first_route + i
@@ -99,4 +104,7 @@ def place_routes(
             if const_expr(keep_weights):
                 ptx.stg32(row_weight + Int64(row) * 4, ptx.ldg32(weights + Int64(route) * 4))
         ptx.stg32(route_rows + Int64(route) * 4, row)
+        if const_expr(noted > 0):
+            if i < noted:
+                ptx.sts32(noted_at + i * 4, row)
         i = i + threads

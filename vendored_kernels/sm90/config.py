@@ -21,8 +21,8 @@ CODE_BYTES = RECORD_ROWS * K_STEP // 2
 RECORD_BYTES = CODE_BYTES + RECORD_ROWS * K_STEP // 16
 """8192 bytes of codes, then 1024 of scales."""
 
-RING_SLOTS = 4
-"""Tiles handed from the scheduler warp to the others but not yet finished by all."""
+FEW_TOKENS_WIDTH = 32
+"""Tile widths up to this count as narrow: such tiles are short, so more of them must be on their way."""
 
 POOL_BLOCK_ROWS = READY_ROWS
 """Experts start at multiples of this many pool rows."""
@@ -327,6 +327,14 @@ class KernelConfig:
         return exchange_words(self.layer.ep_size, self.layer.num_local_experts, self.route_table_experts)
 
     @property
+    def ring_slots(self) -> int:
+        """Tiles handed from the scheduler warp to the others but not yet finished by all.
+
+        From the claim of a tile to its release pass about 4 us, a small tile takes less than 1.
+        """
+        return 8 if self.tile.widest <= FEW_TOKENS_WIDTH else 4
+
+    @property
     def pass_tokens(self) -> int:
         """Tokens per pass through an epilogue's staging buffer."""
         return min(self.tile.widest, PASS_TOKENS)
@@ -354,9 +362,9 @@ class KernelConfig:
     @property
     def fixed_shared_bytes(self) -> int:
         """Shared memory besides the stages, alignment slack included."""
-        barriers = 8 * (4 * self.tile.max_stages + 3 * RING_SLOTS)
-        rows = RING_SLOTS * self.tile.widest * 4 * self.row_words
-        tables = (self.table_words + self.exchange_words) * 4 + RING_SLOTS * 32 + 512
+        barriers = 8 * (4 * self.tile.max_stages + 3 * self.ring_slots)
+        rows = self.ring_slots * self.tile.widest * 4 * self.row_words
+        tables = (self.table_words + self.exchange_words) * 4 + self.ring_slots * 32 + 512
         return 1024 + 512 + barriers + rows + tables + self.tile.math_warpgroups * self.staging_bytes
 
     @property

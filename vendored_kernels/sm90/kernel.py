@@ -99,7 +99,7 @@ from ..common.tiles import (
 )
 from ..launch import RANK_OPERANDS
 from . import epilogue, exchange, mainloop, scheduler, staging
-from .config import DISPATCH_WARPS, K_STEP, POOL_BLOCK_ROWS, RING_SLOTS, KernelConfig
+from .config import DISPATCH_WARPS, K_STEP, POOL_BLOCK_ROWS, KernelConfig
 from .exchange import PRODUCER_BARRIER, STAGED_BARRIER, ExchangeOffsets
 from .sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED
 from .waits import (
@@ -118,9 +118,6 @@ from .waits import (
     record_departure,
     wait_at_least,
 )
-
-MATH_BARRIER = 9
-"""Named barrier of all math warps; 1 and 2 are the warpgroups' own, 10 the scheduler's."""
 
 
 class Sm90MegaMoeNvfp4Kernel:
@@ -208,14 +205,14 @@ class Sm90MegaMoeNvfp4Kernel:
             wempty: cute.struct.MemRange[Int64, cfg.weight_stages]
             tfull: cute.struct.MemRange[Int64, cfg.token_stages]
             tempty: cute.struct.MemRange[Int64, cfg.token_stages]
-            ifull: cute.struct.MemRange[Int64, RING_SLOTS]
-            iempty: cute.struct.MemRange[Int64, RING_SLOTS]
-            done: cute.struct.MemRange[Int64, RING_SLOTS]
+            ifull: cute.struct.MemRange[Int64, cfg.ring_slots]
+            iempty: cute.struct.MemRange[Int64, cfg.ring_slots]
+            done: cute.struct.MemRange[Int64, cfg.ring_slots]
             stamps: cute.struct.MemRange[Int64, stamps.SHARED_BYTES // 8]
-            info: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * 8], 16]
+            info: cute.struct.Align[cute.struct.MemRange[Int32, cfg.ring_slots * 8], 16]
             control: cute.struct.Align[cute.struct.MemRange[Int32, CONTROL_BYTES // 4], 16]
             maxima: cute.struct.Align[cute.struct.MemRange[Int32, staging.BATCH_TOKENS], 16]
-            rows: cute.struct.Align[cute.struct.MemRange[Int32, RING_SLOTS * tile.widest * cfg.row_words], 16]
+            rows: cute.struct.Align[cute.struct.MemRange[Int32, cfg.ring_slots * tile.widest * cfg.row_words], 16]
             table: cute.struct.Align[cute.struct.MemRange[Int32, cfg.table_words], 16]
             exchange: cute.struct.Align[cute.struct.MemRange[Int32, max(cfg.exchange_words, 4)], 16]
             staging: cute.struct.Align[cute.struct.MemRange[Uint8, tile.math_warpgroups * cfg.staging_bytes], 128]
@@ -379,7 +376,7 @@ class Sm90MegaMoeNvfp4Kernel:
             for i in cutlass.range_constexpr(cfg.token_stages):
                 cute.arch.mbarrier_init(tfull + i, 1)
                 cute.arch.mbarrier_init(tempty + i, math_warps)
-            for i in cutlass.range_constexpr(RING_SLOTS):
+            for i in cutlass.range_constexpr(cfg.ring_slots):
                 cute.arch.mbarrier_init(ifull + i, 1)
                 cute.arch.mbarrier_init(iempty + i, 2)
                 cute.arch.mbarrier_init(done + i, math_warps)
@@ -399,6 +396,7 @@ class Sm90MegaMoeNvfp4Kernel:
             ptx.sts64(control + ABORT_AT, abort_at)
             ptx.sts32(control + GIVEN_UP, 0)
             ptx.sts32(control + CTAS, gdim)
+            ptx.sts32(maxima, 0)
         i = tidx
         while i < const_expr(cfg.route_table_experts if cfg.exchange else cfg.table_experts):
             ptx.sts32(counts + i * 4, 0)
@@ -428,6 +426,11 @@ class Sm90MegaMoeNvfp4Kernel:
                 elif tokens >= gdim:  # CTA 0 has tokens of its own
                     staging_ctas = gdim - 1
             staging_ctas = staging_ctas + (Int32(1) if fault_step == FAULT_STAGED else Int32(0))
+            one_token = const_expr(staging.takes_one_token(cfg))
+            noted = maxima + 64
+            if const_expr(one_token):  # while routes are counted
+                wanted = Int32(1) if own_tokens == 1 and warp < math_warps else Int32(0)
+                loaded, inside = staging.load_one_token(cfg, x, first_token, wanted, warp, lane)
             routing.count_routes(
                 layer.num_experts,
                 cfg.threads,
@@ -604,29 +607,26 @@ class Sm90MegaMoeNvfp4Kernel:
                         first_route,
                         own_routes,
                         tidx,
+                        layer.top_k if one_token else 0,
+                        noted,
                     )
-                    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
-                if const_expr(layer.activation_mode == "nvfp4"):
-                    qs = ptx.as_float(ptx.ldg32(scales + layer.num_local_experts * 16))
-                    staging.stage_nvfp4(cfg, x, target, route_rows, qs, first_token, own_tokens, warp, lane)
+                if own_tokens == 1 and const_expr(one_token):
+                    staging.stage_one_token(
+                        cfg, loaded, inside, target, noted, maxima, scales, row_scale, first_token, warp, lane
+                    )
                 else:
-                    staging.stage_bf16(
-                        cfg,
-                        x,
-                        target,
-                        route_rows,
-                        row_scale,
-                        maxima,
-                        first_token,
-                        own_tokens,
-                        warp,
-                        lane,
-                        tidx,
-                        MATH_BARRIER,
-                    )
+                    if const_expr(not cfg.exchange):  # each warp reads rows that others have placed
+                        cute.arch.barrier(barrier_id=staging.MATH_BARRIER, number_of_threads=math_warps * 32)
+                    if const_expr(layer.activation_mode == "nvfp4"):
+                        qs = ptx.as_float(ptx.ldg32(scales + layer.num_local_experts * 16))
+                        staging.stage_nvfp4(cfg, x, target, route_rows, qs, first_token, own_tokens, warp, lane)
+                    else:
+                        staging.stage_bf16(
+                            cfg, x, target, route_rows, row_scale, maxima, first_token, own_tokens, warp, lane, tidx
+                        )
                 if const_expr(not cfg.exchange):
                     ptx.fence_proxy_async()
-                cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
+                cute.arch.barrier(barrier_id=staging.MATH_BARRIER, number_of_threads=math_warps * 32)
                 if const_expr(cfg.exchange):
                     if bidx == 0:
                         cute.arch.barrier_arrive(
@@ -670,7 +670,7 @@ class Sm90MegaMoeNvfp4Kernel:
                     results, result_scales = own + results_at, own + result_scales_at
                     if warp == 0 and (own_items > 0 or bidx == 0):
                         exchange.wait_for_own_rows(cfg, ex, control, returns_at, expected_returns, last_thread % 32)
-                    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=math_warps * 32)
+                    cute.arch.barrier(barrier_id=staging.MATH_BARRIER, number_of_threads=math_warps * 32)
                 elif own_items > 0:
                     if last_thread % 32 == 0:
                         done_counter = counters + Int64(FIRST_BANK + (launch & 1) * BANK_WORDS + FC2_DONE) * 4
@@ -917,7 +917,7 @@ class Sm90MegaMoeNvfp4Kernel:
                     if ptx.thread_index() == 0:
                         stamps.tile_ends(stamps_at, kind)
             slot = slot + 1
-            if slot == RING_SLOTS:
+            if slot == cfg.ring_slots:
                 slot = Int32(0)
                 slot_phase = slot_phase ^ 1
         return fc2_tiles

@@ -18,7 +18,7 @@ from cutlass.cute.typing import AddressSpace
 from .. import ptx, timeline
 from ..common import stamps
 from ..common.tiles import CLAIM, END, FC1, FC2, FC2_DONE, STAGED, TableOffsets
-from .config import K_STEP, POOL_BLOCK_ROWS, RECORD_BYTES, RING_SLOTS
+from .config import K_STEP, POOL_BLOCK_ROWS, RECORD_BYTES
 from .waits import COUNT_BITS, GIVEN_UP, RANK, SITE_FC1, SITE_POOL, SITE_STAGED, wait_at_least
 
 TABLE_BARRIER = 10
@@ -78,7 +78,7 @@ def weight_warp(
             ptx.sts32(entry + 24, width)
             cute.arch.mbarrier_arrive(ifull + slot)
         slot = slot + 1
-        if slot == RING_SLOTS:
+        if slot == cfg.ring_slots:
             slot = Int32(0)
             slot_phase = slot_phase ^ 1
         # Lanes 0 and 1 copy one record each: the two halves of a whole tile, or two steps of a half tile. Past the end
@@ -195,8 +195,8 @@ def token_warp(
     staged = Int32(0)
     at = const_expr(TableOffsets(cfg.table_experts))
     while kind != END:
-        slot = entries % RING_SLOTS
-        cute.arch.mbarrier_wait(ifull + slot, entries // RING_SLOTS % 2)
+        slot = entries % cfg.ring_slots
+        cute.arch.mbarrier_wait(ifull + slot, entries // cfg.ring_slots % 2)
         entry = info + slot * INFO_BYTES
         # What a tile needs is read where it is needed: this warp has few registers, and the entry stays until the end.
         kind = ptx.lds32(entry)
@@ -267,7 +267,7 @@ def token_warp(
                         phase = phase ^ 1
         cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
         if lane == 0:
-            cute.arch.mbarrier_arrive(iempty + entries % RING_SLOTS)
+            cute.arch.mbarrier_arrive(iempty + entries % cfg.ring_slots)
         entries = entries + 1
 
 
@@ -328,7 +328,7 @@ def release_warp(
                 elif lane == 0:
                     ptx.flag_add_release_gpu(bank + FC2_DONE * 4, 1)
         slot = slot + 1
-        if slot == RING_SLOTS:
+        if slot == cfg.ring_slots:
             slot = Int32(0)
             slot_phase = slot_phase ^ 1
 

@@ -11,6 +11,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from .. import ptx
 
+MATH_BARRIER = 9
+"""Named barrier of all math warps; 1 and 2 are the warpgroups' own, 10 the scheduler's."""
+
 BATCH_TOKENS = 64
 """Tokens whose largest magnitudes are kept in shared memory at a time (bf16 activation mode)."""
 
@@ -19,6 +22,21 @@ COLUMNS_PER_ITEM = 1024
 
 MAXIMA_COLUMNS = 2048
 """Columns of one item of the search for largest magnitudes: eight 16-byte loads per lane in flight."""
+
+
+def takes_one_token(cfg) -> bool:
+    """Whether the math warps together hold a whole token in registers: the way for CTAs with a single one."""
+    return -(-cfg.layer.hidden_size // COLUMNS_PER_ITEM) <= cfg.tile.math_warpgroups * 4
+
+
+@cute.jit
+def load_one_token(cfg, x: Int64, token, wanted, warp, lane):
+    """This warp's columns of a token, where `wanted`; issued early, for :func:`stage_one_token`."""
+    base = warp * COLUMNS_PER_ITEM + lane * 8
+    hidden = const_expr(cfg.layer.hidden_size)
+    address = x + (Int64(token) * hidden + base) * 2
+    inside = [wanted if base + p * 256 < hidden else Int32(0) for p in range(COLUMNS_PER_ITEM // 256)]
+    return [ptx.ldg128_if(address + p * 512, inside[p]) for p in range(COLUMNS_PER_ITEM // 256)], inside
 
 
 @cute.jit
@@ -36,6 +54,105 @@ def _store_rows(top_k: cutlass.Constexpr, hidden: cutlass.Constexpr, pool: Int64
         row = cute.arch.shuffle_sync(slot_row, s)
         live = inside if row >= 0 else Int32(0)
         ptx.stg128_if(pool + (Int64(row) * hidden + column) * 2, *words, live)
+
+
+@cute.jit
+def _store_nvfp4(cfg, words, inside, target: tuple, slot_row, token, column, qs: Float32, lane):
+    """Quantise 8 columns per lane and store them: one piece of a token."""
+    values = []
+    for w in cutlass.range_constexpr(4):
+        values += list(ptx.unpack_bf16(words[w]))
+    amax = ptx.abs_max8(values)
+    amax = ptx.max_nan(amax, ptx.shuffle_xor1_f(amax))
+    scale, inverse = ptx.nvfp4_block_scale(amax, qs)
+    if const_expr(cfg.exchange):
+        payload, row_bytes, scales, scale_row_bytes = target
+        codes = [ptx.e2m1_pair_codes(values[2 * w], values[2 * w + 1], inverse) << (8 * w) for w in range(4)]
+        word = codes[0] | codes[1] | codes[2] | codes[3]
+        ptx.stg32_if(payload + Int64(token) * Int64(row_bytes) + column // 2, word, inside)
+        byte = ptx.e4m3_pair_codes(scale, Float32(0.0)) & 0xFF
+        first = inside if lane % 2 == 0 else Int32(0)
+        ptx.stg8_if(scales + Int64(token) * Int64(scale_row_bytes) + column // 16, byte, first)
+    else:
+        pairs = [ptx.nvfp4_pair_as_f16(values[2 * w], values[2 * w + 1], inverse, scale) for w in range(4)]
+        _store_rows(cfg.layer.top_k, cfg.layer.hidden_size, target[0], slot_row, column, inside, pairs)
+
+
+@cute.jit
+def _row_exponent(largest):
+    """p of RN16(x * 2^p), from the bits of a row's largest bf16 magnitude."""
+    biased = largest // 128
+    p = Int32(141) - biased
+    p = p if p < 126 else Int32(126)
+    return Int32(0) if biased == 255 or largest == 0 else p
+
+
+@cute.jit
+def _add_maximum(loaded, pieces: cutlass.Constexpr, maximum: Int32, lane):
+    """Raise a shared word to the largest bf16 magnitude (as bits) of what this warp has loaded."""
+    largest = Int32(0)
+    for p in cutlass.range_constexpr(pieces):
+        for w in cutlass.range_constexpr(4):
+            magnitude = loaded[p][w] & 0x7FFF7FFF
+            largest = ptx.max_u32(largest, ptx.max_u32(magnitude & 0xFFFF, (magnitude >> 16) & 0xFFFF))
+    largest = ptx.warp_max_u32(largest)
+    if lane == 0:
+        ptx.shared_max(maximum, largest)
+
+
+@cute.jit
+def _store_bf16(cfg, words, inside, target: tuple, slot_row, token, column, p):
+    """Scale 8 columns per lane by 2^p and store them as f16: one piece of a token."""
+    factor = ptx.as_float((p + 127) * 0x800000)
+    scaled = []
+    for w in cutlass.range_constexpr(4):
+        low, high = ptx.unpack_bf16(words[w])
+        scaled.append(ptx.pack_f16_saturating(ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)))
+    if const_expr(cfg.exchange):
+        ptx.stg128_if(target[0] + Int64(token) * Int64(target[1]) + column * 2, *scaled, inside)
+    else:
+        _store_rows(cfg.layer.top_k, cfg.layer.hidden_size, target[0], slot_row, column, inside, scaled)
+
+
+@cute.jit
+def _store_row_scale(cfg, target: tuple, row_scale: Int64, slot_row, token, p, lane):
+    """2^-p beside the row or rows of a token."""
+    if const_expr(cfg.exchange):
+        if lane == 0:
+            ptx.stg32(target[2] + Int64(token) * Int64(target[3]), (Int32(127) - p) * 0x800000)
+    elif slot_row >= 0:
+        ptx.stg32(row_scale + Int64(slot_row) * 4, (Int32(127) - p) * 0x800000)
+
+
+@cute.jit
+def stage_one_token(
+    cfg, loaded, inside, target: tuple, noted: Int32, maximum: Int32, scales: Int64, row_scale: Int64, token, warp, lane
+):
+    """The only token of this CTA, from the registers of its math warps.
+
+    `noted`: shared pool rows of the token's slots (one rank), `maximum`: a zeroed shared word.
+    """
+    layer = cfg.layer
+    base = warp * COLUMNS_PER_ITEM + lane * 8
+    pieces = const_expr(COLUMNS_PER_ITEM // 256)
+    if const_expr(layer.activation_mode == "bf16"):
+        _add_maximum(loaded, pieces, maximum, lane)
+    slot_row = Int32(-1)
+    if const_expr(layer.activation_mode == "bf16" or not cfg.exchange):
+        cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=cfg.tile.math_warpgroups * 128)
+    if const_expr(not cfg.exchange):
+        if lane < layer.top_k:
+            slot_row = ptx.lds32(noted + lane * 4)
+    if const_expr(layer.activation_mode == "bf16"):
+        p = _row_exponent(ptx.lds32(maximum))
+        for piece in cutlass.range_constexpr(pieces):
+            _store_bf16(cfg, loaded[piece], inside[piece], target, slot_row, token, base + piece * 256, p)
+        if warp == 0:
+            _store_row_scale(cfg, target, row_scale, slot_row, token, p, lane)
+    else:
+        qs = ptx.as_float(ptx.ldg32(scales + layer.num_local_experts * 16))
+        for piece in cutlass.range_constexpr(pieces):
+            _store_nvfp4(cfg, loaded[piece], inside[piece], target, slot_row, token, base + piece * 256, qs, lane)
 
 
 @cute.jit
@@ -64,24 +181,7 @@ def stage_nvfp4(cfg, x: Int64, target: tuple, route_rows: Int64, qs: Float32, fi
                 known = local
         loaded, inside = _load_item(x, hidden, token, base, pieces)
         for p in cutlass.range_constexpr(pieces):
-            values = []
-            for w in cutlass.range_constexpr(4):
-                values += list(ptx.unpack_bf16(loaded[p][w]))
-            amax = ptx.abs_max8(values)
-            amax = ptx.max_nan(amax, ptx.shuffle_xor1_f(amax))
-            scale, inverse = ptx.nvfp4_block_scale(amax, qs)
-            column = base + p * 256
-            if const_expr(cfg.exchange):
-                payload, row_bytes, scales, scale_row_bytes = target
-                codes = [ptx.e2m1_pair_codes(values[2 * w], values[2 * w + 1], inverse) << (8 * w) for w in range(4)]
-                word = codes[0] | codes[1] | codes[2] | codes[3]
-                ptx.stg32_if(payload + Int64(token) * Int64(row_bytes) + column // 2, word, inside[p])
-                byte = ptx.e4m3_pair_codes(scale, Float32(0.0)) & 0xFF
-                first = inside[p] if lane % 2 == 0 else Int32(0)
-                ptx.stg8_if(scales + Int64(token) * Int64(scale_row_bytes) + column // 16, byte, first)
-            else:
-                words = [ptx.nvfp4_pair_as_f16(values[2 * w], values[2 * w + 1], inverse, scale) for w in range(4)]
-                _store_rows(top_k, hidden, target[0], slot_row, column, inside[p], words)
+            _store_nvfp4(cfg, loaded[p], inside[p], target, slot_row, token, base + p * 256, qs, lane)
         item = item + 1
 
 
@@ -95,14 +195,7 @@ def _find_maxima(cfg, x: Int64, maxima: Int32, first_token, count, warp, lane):
         local = item // chunks
         base = (item - local * chunks) * MAXIMA_COLUMNS + lane * 8
         loaded, _ = _load_item(x, hidden, first_token + local, base, MAXIMA_COLUMNS // 256)
-        largest = Int32(0)
-        for p in cutlass.range_constexpr(MAXIMA_COLUMNS // 256):
-            for w in cutlass.range_constexpr(4):
-                magnitude = loaded[p][w] & 0x7FFF7FFF
-                largest = ptx.max_u32(largest, ptx.max_u32(magnitude & 0xFFFF, (magnitude >> 16) & 0xFFFF))
-        largest = ptx.warp_max_u32(largest)
-        if lane == 0:
-            ptx.shared_max(maxima + local * 4, largest)
+        _add_maximum(loaded, MAXIMA_COLUMNS // 256, maxima + local * 4, lane)
         item = item + const_expr(cfg.tile.math_warpgroups * 4)
 
 
@@ -119,7 +212,6 @@ def stage_bf16(
     warp,
     lane,
     mtid,
-    barrier_id: cutlass.Constexpr,
 ):
     """RN16(x * 2^p) of this CTA's tokens, p from a row's largest value, and 2^-p beside them.
 
@@ -135,9 +227,9 @@ def stage_bf16(
         count = count if count < BATCH_TOKENS else Int32(BATCH_TOKENS)
         if mtid < BATCH_TOKENS:
             ptx.sts32(maxima + mtid * 4, 0)
-        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
+        cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=warps * 32)
         _find_maxima(cfg, x, maxima, first_token + start, count, warp, lane)
-        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
+        cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=warps * 32)
         item = count * chunks * warp // warps
         end = count * chunks * (warp + 1) // warps
         known = Int32(-1)
@@ -152,28 +244,11 @@ def stage_bf16(
                     slot_row = ptx.ldg32_if(route_rows + Int64(token * top_k + lane) * 4, mine)
                     known = local
             loaded, inside = _load_item(x, hidden, token, base, pieces)
-            largest = ptx.lds32(maxima + local * 4)
-            biased = largest // 128
-            p = Int32(141) - biased
-            p = p if p < 126 else Int32(126)
-            p = Int32(0) if biased == 255 or largest == 0 else p
-            factor = ptx.as_float((p + 127) * 0x800000)
+            p = _row_exponent(ptx.lds32(maxima + local * 4))
             for piece in cutlass.range_constexpr(pieces):
-                words = []
-                for w in cutlass.range_constexpr(4):
-                    low, high = ptx.unpack_bf16(loaded[piece][w])
-                    words.append(ptx.pack_f16_saturating(ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)))
-                column = base + piece * 256
-                if const_expr(cfg.exchange):
-                    ptx.stg128_if(target[0] + Int64(token) * Int64(target[1]) + column * 2, *words, inside[piece])
-                else:
-                    _store_rows(top_k, hidden, target[0], slot_row, column, inside[piece], words)
-            first = base == lane * 8  # the row's first item
-            if const_expr(cfg.exchange):
-                if first and lane == 0:
-                    ptx.stg32(target[2] + Int64(token) * Int64(target[3]), (Int32(127) - p) * 0x800000)
-            elif first and slot_row >= 0:
-                ptx.stg32(row_scale + Int64(slot_row) * 4, (Int32(127) - p) * 0x800000)
+                _store_bf16(cfg, loaded[piece], inside[piece], target, slot_row, token, base + piece * 256, p)
+            if base == lane * 8:  # the row's first item
+                _store_row_scale(cfg, target, row_scale, slot_row, token, p, lane)
             item = item + 1
-        cute.arch.barrier(barrier_id=barrier_id, number_of_threads=warps * 32)
+        cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=warps * 32)
         start = start + BATCH_TOKENS
