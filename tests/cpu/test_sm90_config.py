@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tools.check_kernels import WINDOW, expected_wgmma, lint_ptx
 from trtllm_megamoe.presets import PRESETS
 from vendored_kernels import launch, registry
+from vendored_kernels.common.units import HELD_INDICES
 from vendored_kernels.launch import ADDRESSES, NUMBERS, Launch
 from vendored_kernels.sm90.config import (
     MAX_SHARED_BYTES,
@@ -243,6 +244,7 @@ def test_exchange_tables_do_not_overlap_and_fit_their_words(ranks: int, local: i
     experts = 4 * config.route_table_experts
     sizes = {"peers": 8 * ranks, "sent": 4 * ranks, "lost": 4, "blocks": 4, "live": 4, "counts": experts}
     sizes |= {"cursors": experts, "first": 4 * local * (ranks + 1), "start": 4 * ranks * local}
+    sizes |= {"held": 4 * HELD_INDICES * ranks}
     assert set(sizes) == set(vars(at))
     ranges = sorted((getattr(at, name), getattr(at, name) + size, name) for name, size in sizes.items())
     for (_, end, name), (start, _, following) in itertools.pairwise(ranges):

@@ -20,7 +20,7 @@ from .. import ptx
 from .routing import load_expert
 from .sites import FAULT_RETURN, SITE_HEADER
 from .tiles import TABLE_BARRIER, TableOffsets
-from .units import DISPATCH_WARPS, READY_ROWS, SINGLE_WARPS
+from .units import DISPATCH_WARPS, HELD_INDICES, READY_ROWS, SINGLE_WARPS
 from .waits import (
     COUNT_BITS,
     LAUNCH,
@@ -64,6 +64,7 @@ class ExchangeOffsets:
         self.cursors = self.counts + 4 * cfg.route_table_experts  # (E): next place in the owner's index row
         self.first = self.cursors + 4 * cfg.route_table_experts  # (L, R + 1): rows of an expert before the i-th source
         self.start = self.first + 4 * local * (ranks + 1)  # (R, L): place of an expert in a source's index row
+        self.held = self.start + 4 * ranks * local  # (R, HELD_INDICES): the first words of a source's index row
 
 
 @cute.jit
@@ -205,8 +206,13 @@ def compare_headers(cfg, ex: Int32, control: Int32, header_at: Int64, peer):
 
 
 @cute.jit
-def receive_cells(cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64, thread):
-    """Producer and dispatch warps: wait for every source's cells; pool layout, places in the index rows from them."""
+def receive_cells(
+    cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64, index_at: Int64, index_row_words, thread
+):
+    """Producer and dispatch warps: wait for every source's cells; pool layout, places in the index rows from them.
+
+    While the producer warps go on to order the experts, the dispatch warps fetch what index rows begin with.
+    """
     at = const_expr(ExchangeOffsets(cfg))
     tab = const_expr(TableOffsets(cfg.table_experts))
     ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)
@@ -247,11 +253,13 @@ def receive_cells(cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64,
                 ptx.sts32(table + tab.first_row + (first + lane) * 4, carry + upto - padded)
                 carry = carry + cute.arch.shuffle_sync(upto, 31)
     else:
-        source = (thread - 128) // 32
-        while source < ranks:
+        own_index = ptx.lds64(ex + at.peers + rank * 8) + index_at
+        routes = []
+        for k in cutlass.range_constexpr(-(-ranks // DISPATCH_WARPS)):
+            source = (thread - 128) // 32 + k * DISPATCH_WARPS
             carry = Int32(0)
             for first in cutlass.range_constexpr(0, local, 32):
-                inside = first + lane < local
+                inside = first + lane < local and source < ranks
                 word = (source * local + first + lane) * 4
                 count = Int32(0)
                 if inside:
@@ -260,7 +268,13 @@ def receive_cells(cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64,
                 if inside:
                     ptx.sts32(ex + at.start + word, carry + upto - count)
                 carry = carry + cute.arch.shuffle_sync(upto, 31)
-            source = source + DISPATCH_WARPS
+            wanted = Int32(1) if lane < HELD_INDICES and lane < carry and lost == 0 else Int32(0)
+            row = own_index + Int64(source) * (Int64(index_row_words) * 4)
+            routes.append(ptx.ldg32_if(row + Int64(lane) * 4, wanted))
+        for k in cutlass.range_constexpr(-(-ranks // DISPATCH_WARPS)):
+            source = (thread - 128) // 32 + k * DISPATCH_WARPS
+            if lane < HELD_INDICES and source < ranks:
+                ptx.sts32(ex + at.held + (source * HELD_INDICES + lane) * 4, routes[k])
 
 
 @cute.jit
@@ -358,7 +372,10 @@ def pull(
             if row >= 0:
                 pool_row = ptx.lds32(table + tab.first_row + expert * 4) + row
                 index = ptx.lds64(ex + at.peers + rank * 8) + index_at
-                route = ptx.ldg32(index + (Int64(source) * Int64(index_row_words) + place) * 4)
+                held = Int32(1) if place < HELD_INDICES else Int32(0)
+                route = ptx.ldg32_if(index + (Int64(source) * Int64(index_row_words) + place) * 4, Int32(1) - held)
+                if held != 0:
+                    route = ptx.lds32(ex + at.held + (source * HELD_INDICES + place) * 4)
                 word = source * (1 << COUNT_BITS) + route
                 if piece == 0:
                     ptx.stg_pair(row_meta + Int64(pool_row) * 8, source, route)

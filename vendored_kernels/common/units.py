@@ -10,6 +10,9 @@ DISPATCH_WARPS = 4
 READY_ROWS = 32
 """Pool rows of one `pool_ready` counter; experts start at multiples of it."""
 
+HELD_INDICES = 16
+"""Words of each source's index row that dispatch keeps in shared memory: with few tokens, all of them."""
+
 CONTROL_BYTES = 64
 """The control block of the bounded waits (waits.py) in shared memory."""
 
@@ -21,4 +24,5 @@ def exchange_words(ep_size: int, num_local_experts: int, route_table_experts: in
     """32-bit words of the exchange's tables in shared memory (`ExchangeOffsets`); 0 for one rank."""
     if ep_size == 1:
         return 0
-    return 2 * route_table_experts + 2 * num_local_experts * ep_size + num_local_experts + 4 * ep_size + 4
+    per_rank = 4 + 2 * num_local_experts + HELD_INDICES
+    return 2 * route_table_experts + per_rank * ep_size + num_local_experts + 4

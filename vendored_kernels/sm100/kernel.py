@@ -412,7 +412,7 @@ class Sm100MegaMoeNvfp4Kernel:
                 thread = tidx - STAGING_WARPS * 32
                 if const_expr(cfg.exchange):
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
-                    exchange.receive_cells(cfg, ex, table, control, cells_at, thread)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, index_at, index_row_words, thread)
                 blocks, live = tiles.order_experts(experts, slots, cfg.tile.tokens, TABLE_BARRIER, table, thread)
                 if const_expr(cfg.exchange):  # the helpers may begin to pull
                     exchange.share_table(cfg, ex, blocks, live, thread)
@@ -546,7 +546,8 @@ class Sm100MegaMoeNvfp4Kernel:
                             tidx - EPILOGUE_WARPS * 32,
                         )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
-                    exchange.receive_cells(cfg, ex, table, control, cells_at, tidx)  # 128 and up
+                    # thread 128 and up
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, index_at, index_row_words, tidx)
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
                     if fault_step != FAULT_PULL:
                         exchange.pull(

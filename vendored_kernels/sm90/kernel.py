@@ -473,7 +473,7 @@ class Sm90MegaMoeNvfp4Kernel:
                             if producer == 128:
                                 stamps.event(stamps_at, timeline.PUBLISHED)
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
-                    exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, index_at, index_row_words, producer)
                     if const_expr(cfg.timestamps):
                         if producer == 0:
                             stamps.event(stamps_at, timeline.CELLS)
