@@ -22,6 +22,7 @@ import torch
 
 import trtllm_megamoe
 from microbench.clocks import device_limits
+from vendored_kernels import registry
 
 _ROOT = Path(trtllm_megamoe.__file__).resolve().parent.parent
 _GIT_S = 10.0
@@ -119,6 +120,8 @@ def collect(rows: Sequence[Mapping[str, Any]], threads_per_rank: int, launcher: 
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cutlass_dsl": version_of("nvidia-cutlass-dsl"),
+        "kernel_dsl": None,
+        "kernel_sources": None,
         "tvm_ffi": version_of("apache-tvm-ffi"),
         "tensorrt_llm": version_of("tensorrt_llm"),
         "gpu": None,
@@ -131,6 +134,7 @@ def collect(rows: Sequence[Mapping[str, Any]], threads_per_rank: int, launcher: 
     }
     if rows[0]["engine"] != "cpu":
         facts.update(_gpu_facts())
+        facts.update(kernel_dsl=registry.DSL_VERSION, kernel_sources=registry.source_digest()[:24])
         facts.update(_clock_facts([row["clocks"] for row in rows if row["clocks"] is not None]))
     return facts
 

@@ -22,6 +22,7 @@ from microbench.cli import main, repeat_command
 from microbench.compare import agreement, compare, describe
 from microbench.peaks import find_peaks
 from microbench.plot import group_series, memory_of, rival_points
+from microbench.rivals.catalog import NOT_RUN, RIVALS
 from microbench.routing import Load, RoutingName, by_rows, count_routes, route
 from microbench.rows import Measurement, make_row
 from microbench.timing import Mode, Timed, merge
@@ -128,7 +129,7 @@ def test_bench_rivals_that_cannot_run_say_why(tmp_path: Path) -> None:
     result = bench(*TINY, "--engine", "cpu", "--rivals", "--tokens-per-rank", "2,3", "--json", str(path), *QUICK)
     assert result.exit_code == 0, result.output
     for row in validated(path)["rows"]:
-        assert [rival["status"] for rival in row["rivals"]] == ["skipped"] * 3
+        assert [rival["status"] for rival in row["rivals"]] == ["skipped"] * (len(RIVALS) + len(NOT_RUN))
         assert all(rival["skip_reason"] and rival["us"] is None for rival in row["rivals"])
     assert "torch._grouped_mm, bf16 weights: skipped: needs a GPU" in result.output
 
