@@ -140,6 +140,7 @@ def against_oracle(case: Case, every_tile: Tactics | None) -> Iterator[Outcome]:
     """Every routing: in the cap's bucket, in its own bucket, and with every tile where `every_tile` names them."""
     with Bench(case, 11) as bench:
         layer, cap = bench.layer, case.config.max_tokens_per_rank
+        seen = []
         for index, routing in enumerate(case.routings):
             given = bench.given(routing, 100 + index, int32=bool(index % 2))
             truth, twin = bench.truth(given), None
@@ -148,14 +149,13 @@ def against_oracle(case: Case, every_tile: Tactics | None) -> Iterator[Outcome]:
                 out = forward(layer, given, hint)
                 yield bench.outcome(f"{routing}, {name}", out, truth, twin)
                 twin = out if twin is None else twin
+            seen.append((routing, given, truth, twin))
         for tactic in every_tile(cap) if every_tile else ():
             layer.pin_tactic(cap, tactic)
-            for index, routing in enumerate(case.routings):
-                given = bench.given(routing, 100 + index)
+            for routing, given, truth, twin in seen:
                 poison(bench.workspace)
-                out = forward(layer, given)
                 check = f"{routing}, token widths {tactic.token_widths}, {tactic.tile_rows} rows"
-                yield bench.outcome(check, out, bench.truth(given), None)
+                yield bench.outcome(check, forward(layer, given), truth, twin)
 
 
 def token_counts(case: Case) -> Iterator[Outcome]:

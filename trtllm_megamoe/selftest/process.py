@@ -67,6 +67,8 @@ def _run_child(target: Target, items: tuple[Item, ...], first: int) -> Generator
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            # virtual ranks wait for each other and must not share a hardware queue; read when CUDA starts
+            env={"CUDA_DEVICE_MAX_CONNECTIONS": "32", **os.environ},
         )
         assert child.stdout is not None
         lines: queue.Queue[str | None] = queue.Queue()
