@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the tables of README.md and docs/benchmarks.md, and the figure, from the committed results of the GPU suite.
+"""Draws the tables of README.md and docs/benchmarks.md, and the figure, from the committed results.
 
     python tools/draw_results.py            # rewrite what lies between the markers
     python tools/draw_results.py --check    # exit 1 when a document is not what the results say
     python tools/draw_results.py --figure   # also docs/hopper-floor.svg (needs matplotlib)
 
-The newest file of microbench/results/hopper that holds a part (`bench`, `rivals`) counts, by its date. No number of a
+The newest file of microbench/results/hopper that holds a part (`bench`, `rivals`) counts, by its date; of a sweep on
+one GPU the directory microbench/results/sweep as `microbench sweep --out` left it, which then gives the presets' tables
+as well; of several GPUs the newest report of tools/multigpu_suite.py in microbench/results/multigpu. No number of a
 table is written by hand.
 """
 
@@ -19,17 +21,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.draw_sweeps import bench_rows, ranks_block, sweep_block
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "microbench/results/hopper"
+SWEEP = ROOT / "microbench/results/sweep"
+RANKS = ROOT / "microbench/results/multigpu"
 FIGURE = ROOT / "docs/hopper-floor.svg"
 
-BEGIN, END = "<!-- drawn by tools/draw_results.py: begin -->", "<!-- drawn by tools/draw_results.py: end -->"
+
+def marks(name: str = "") -> tuple[str, str]:
+    """The pair of markers around a drawn block."""
+    begin, end = (f"<!-- drawn by tools/draw_results.py: {name}{side} -->" for side in ("begin", "end"))
+    return begin, end
+
+
+BEGIN, END = marks()
 HEADLINE = "v4-pro"
 SHAPES = {
     "v4-pro": "DeepSeek-V4-Pro (H 7168, I 3072, 48 of 384 experts)",
     "dsv3": "DeepSeek-V3 (H 7168, I 2048, 32 of 256 experts)",
     "qwen3-235b": "Qwen3-235B (H 4096, I 1536, 16 of 128 experts)",
+    "v4-flash": "DeepSeek-V4-Flash (H 4096, I 2048, 32 of 256 experts)",
+    "gpt-oss": "gpt-oss-120b (H 2880, I 2880, 16 of 128 experts)",
 }
+PRESETS = {
+    "deepseek-v4-pro": "v4-pro",
+    "deepseek-v3": "dsv3",
+    "qwen3-235b": "qwen3-235b",
+    "deepseek-v4-flash": "v4-flash",
+    "gpt-oss-120b": "gpt-oss",
+}
+"""Shapes of a sweep's presets."""
+
 OURS = {"bf16": "this layer, 16-bit activations", "nvfp4": "this layer, NVFP4 activations"}
 
 Row = Mapping[str, Any]
@@ -61,6 +87,26 @@ def newest(part: str, directory: Path = RESULTS) -> Part:
         raise SystemExit(f"no result in {directory} holds the part {part!r}")
     latest = max(found, key=lambda document: str(document["environment"]["date_utc"]))
     return Part(latest["environment"], latest["command"], latest[part]["results"])
+
+
+def read(path: Path) -> Any:
+    """Parsed JSON, or None where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def sweep_part(directory: Path = SWEEP) -> Part | None:
+    """The presets' rows of a sweep, as the GPU suite has them; None without a sweep."""
+    document = read(directory / "sweep.json")
+    if document is None:
+        return None
+    environment = {**document["env"], "cutlass_dsl": document["env"]["kernel_dsl"]}
+    return Part(environment, document["command"], bench_rows(document, PRESETS))
+
+
+def newest_ranks(directory: Path = RANKS) -> Any:
+    """The newest report over several GPUs, or None."""
+    reports = [document for path in sorted(directory.glob("*.json")) if "steps" in (document := read(path))]
+    return max(reports, key=lambda report: str(report["date_utc"]), default=None)
 
 
 def number(value: float) -> str:
@@ -132,6 +178,11 @@ def skipped(rivals: Part) -> list[str]:
     return [f"{rival}: not run, {reason}" for rival, reason in reasons.items()]
 
 
+def program_of(part: Part) -> str:
+    """What measured a part."""
+    return "python -m microbench sweep" if "microbench sweep" in part.command else "tools/run_gpu_suite.py"
+
+
 def readme_block(bench: Part, rivals: Part) -> str:
     """The README's paragraph and table."""
     env = bench.environment
@@ -140,7 +191,7 @@ def readme_block(bench: Part, rivals: Part) -> str:
             f"One {env['gpu'].removeprefix('NVIDIA ')}, one rank's share of an EP8 layer of DeepSeek-V4-Pro, uniform "
             "routing, bf16 tokens in and out, ms,",
             f"medians of sustained CUDA-graph replays ({str(env['date_utc'])[:10]}, torch {env['torch']}, CuTe DSL "
-            f"{env['cutlass_dsl']}, `tools/run_gpu_suite.py`):",
+            f"{env['cutlass_dsl']}, `{program_of(bench)}`):",
             "",
             table(HEADLINE, points_of(HEADLINE, bench, uniform_only=True), bench, rivals),
         ]
@@ -160,24 +211,40 @@ def benchmarks_block(bench: Part, rivals: Part) -> str:
     return "\n".join(lines)
 
 
-def replaced(text: str, block: str) -> str:
+def replaced(text: str, block: str, name: str = "") -> str:
     """`text` with `block` between its markers.
 
     Raises:
         SystemExit: The text has no such pair of markers.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = marks(name)
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise SystemExit(f"no pair of markers {BEGIN!r}, {END!r}")
-    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+        raise SystemExit(f"no pair of markers {first!r}, {last!r}")
+    return f"{before}{first}\n{block}\n{last}{after}"
+
+
+def sweep_text(directory: Path = SWEEP) -> str:
+    """What a sweep on one GPU says besides the presets' tables."""
+    document = read(directory / "sweep.json")
+    if document is None:
+        return "No sweep has been run on a GPU."
+    return sweep_block(document, read(directory / "agreement.json"), read(directory / "axes.json"))
 
 
 def documents(directory: Path = RESULTS) -> dict[Path, str]:
     """Every drawn document as the results want it."""
-    bench, rivals = newest("bench", directory), newest("rivals", directory)
-    blocks = {"README.md": readme_block(bench, rivals), "docs/benchmarks.md": benchmarks_block(bench, rivals)}
-    return {ROOT / name: replaced((ROOT / name).read_text(encoding="utf-8"), block) for name, block in blocks.items()}
+    bench, rivals = sweep_part() or newest("bench", directory), newest("rivals", directory)
+    report = newest_ranks()
+    over_ranks = "The suite for several GPUs has not been run." if report is None else ranks_block(report)
+    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks.md"))
+    page = replaced(page, benchmarks_block(bench, rivals))
+    page = replaced(replaced(page, sweep_text(), "sweep "), over_ranks, "ranks ")
+    return {
+        ROOT / "README.md": replaced(readme, readme_block(bench, rivals)),
+        ROOT / "docs/benchmarks.md": page,
+    }
 
 
 def draw_figure(bench: Part, rivals: Part, output: Path) -> None:
@@ -221,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.check:
                 path.write_text(text, encoding="utf-8")
     if options.figure and not options.check:
-        draw_figure(newest("bench"), newest("rivals"), FIGURE)
+        draw_figure(sweep_part() or newest("bench"), newest("rivals"), FIGURE)
     print(f"{'not up to date' if options.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
     return 1 if options.check and stale else 0
 
