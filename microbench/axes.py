@@ -110,4 +110,5 @@ def command_of(axis: Axis, engine: str, extra: Sequence[str], *, is_small: bool 
     ]
     is_graph = engine == "cuda" and "--eager" not in axis.arguments
     more = [*(["--cuda-graph"] if is_graph else []), *(_SMALL_MORE if is_small else ())]
+    more += ["--timeout", "30"] if engine == "cuda" else []  # a wait on a GPU that is longer than this is a fault
     return ["--engine", engine, *arguments, *defaults, *more, *extra]

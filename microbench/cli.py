@@ -265,6 +265,8 @@ def sweep_axes(
                 return leave.exit_code
         return 0
 
+    # an axis with ranks on one GPU needs a hardware queue for each, and the first axis makes the GPU's context
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     comm = communicators.mpi() if launch.is_launched else communicators.single()
     command = repeat_command(launch, sys.argv[1:])
     limits = sweep.Limits(start_s, axis_s, is_small)
