@@ -36,8 +36,10 @@ from trtllm_megamoe.comm.launch import mpirun_command, mpirun_environment
 ROOT = Path(__file__).parent.parent
 STEPS = ("tests", "dead-rank", "bench")
 SOAK_LAUNCHES = 10_000
-_START_S = 20.0
+_START_S = 30.0
 """What a job may need from its start to its first result, and a step that is not granted as much is skipped."""
+
+_END_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def steps_of(names: list[str], ranks: int, directory: Path, rehearse: bool) -> l
     every = {
         "tests": Step("tests", lambda _: tests, 90, " passed", {"MEGAMOE_SOAK_LAUNCHES": str(SOAK_LAUNCHES)}),
         "dead-rank": Step("dead-rank", lambda _: dead, 60, " passed", {"MEGAMOE_TEST_RANKS": str(ranks)}),
-        "bench": Step("bench", bench, 600, "rows verified", collect=lambda: collected(directory)),
+        "bench": Step("bench", bench, 600, "rows verified", collect=lambda: collected(ROOT / directory)),
     }
     return [every[name] for name in names]
 
@@ -81,7 +83,8 @@ def run(step: Step, seconds: float, ranks: int) -> dict[str, Any]:
     """What a step said: exit status, seconds, last lines, its own results."""
     limit = min(step.limit_s, seconds)
     command = step.command(limit)
-    result: dict[str, Any] = {"step": step.name, "command": shlex.join([Path(command[0]).name, *command[1:]])}
+    shown = ["python" if word == sys.executable else word for word in [Path(command[0]).name, *command[1:]]]
+    result: dict[str, Any] = {"step": step.name, "command": shlex.join(shown)}
     if limit < _START_S:
         return result | {"status": f"skipped: {limit:.0f} s are left", "seconds": 0.0, "output": [], "ok": False}
     started = time.monotonic()
@@ -93,8 +96,7 @@ def run(step: Step, seconds: float, ranks: int) -> dict[str, Any]:
         output = process.communicate(timeout=limit)[0]
         status = process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = process.communicate()[0]
+        output = _end(process)
         status = f"killed after {limit:.0f} s"
     text = output.decode(errors="replace")
     result |= {
@@ -104,6 +106,17 @@ def run(step: Step, seconds: float, ranks: int) -> dict[str, Any]:
         "ok": status == 0 and step.proof in text,
     }
     return result if step.collect is None else result | {"results": step.collect()}
+
+
+def _end(process: subprocess.Popen[bytes]) -> bytes:
+    """mpirun ends its ranks on SIGTERM; what does not listen is killed. Returns the rest of the output."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        try:
+            return process.communicate(timeout=_END_S)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return b""
 
 
 def main() -> int:
@@ -119,12 +132,14 @@ def main() -> int:
     names = arguments.steps or (["bench"] if arguments.rehearse else list(STEPS))
     if set(names) - set(STEPS):
         parser.error(f"unknown steps {sorted(set(names) - set(STEPS))}; allowed: {', '.join(STEPS)}")
-    directory = arguments.out.resolve().with_suffix("")
+    directory = arguments.out.absolute().with_suffix("")
+    if directory.is_relative_to(ROOT.absolute()):
+        directory = directory.relative_to(ROOT.absolute())  # commands in results name no place of this machine
     steps = steps_of(names, arguments.ranks, directory, arguments.rehearse)
     if arguments.dry_run:
         print("\n".join(f"{step.name}: {shlex.join(step.command(step.limit_s))}" for step in steps))
         return 0
-    directory.mkdir(parents=True, exist_ok=True)
+    (ROOT / directory).mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "tools/multigpu_suite.py", *sys.argv[1:]]),
