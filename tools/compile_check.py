@@ -5,9 +5,9 @@
 
 Without `--all` a set that covers every axis once: each tile configuration with and without an exchange between ranks,
 both activation modes, each wire, clamp and score placement, each preset's shape. With it: every kernel that any preset
-can launch at EP 8, or one rank's experts as a layer of its own. For Blackwell both targets, one rank's experts: each
-token block once, or with `--all` all. Objects, PTX and cubins
-stay in OUT_DIR; `tools/check_kernels.py` judges them. Needs the DSL, a C compiler and cuobjdump.
+can launch at EP 8, or one rank's experts as a layer of its own. For Blackwell both targets: each token block with each
+wire once, or with `--all` all. Objects, PTX and cubins stay in OUT_DIR; `tools/check_kernels.py` judges them. Needs the
+DSL, a C compiler and cuobjdump.
 """
 
 from __future__ import annotations
@@ -78,22 +78,24 @@ def covering_kernels() -> Iterator[KernelConfig]:
 
 
 def every_blackwell_kernel() -> Iterator[Sm100Config]:
-    """Every preset's share of EP 8, wire and token block."""
-    for model, wire in product(PRESETS.values(), CombineFormat):
-        config = share_of(model).layer_config(max_tokens_per_rank=CAP, combine_format=wire)
+    """Every preset, wire and token block; over ranks, and one rank's share alone."""
+    for model, wire, ranks in product(PRESETS.values(), CombineFormat, (1, EP_SIZE)):
+        shape = share_of(model) if ranks == 1 else model
+        config = shape.layer_config(max_tokens_per_rank=CAP, combine_format=wire)
         for tile in BLACKWELL_TILES.values():
-            yield Sm100Config(blackwell.layer_spec(config, 1), tile)
+            yield Sm100Config(blackwell.layer_spec(config, ranks), tile)
 
 
 def covering_blackwell_kernels() -> Iterator[Sm100Config]:
-    """Each token block with each wire, over changing presets."""
+    """Each token block with each wire, over changing presets; with and without ranks in twos, targets being in turn."""
     wanted = set(product(BLACKWELL_TILES, (wire.value for wire in CombineFormat)))
     shapes: dict[tuple[int, int], int] = {}
-    by_pair: dict[tuple[str, str], list[Sm100Config]] = {}
+    by_axes: dict[tuple[str, str, int], list[Sm100Config]] = {}
     for kernel in every_blackwell_kernel():
-        by_pair.setdefault((kernel.tile.name, kernel.layer.combine_format), []).append(kernel)
-    for pair in sorted(wanted):  # the shape that has been taken least so far
-        kernel = min(by_pair[pair], key=lambda k: shapes.get((k.layer.hidden_size, k.layer.intermediate_size), 0))
+        by_axes.setdefault((kernel.tile.name, kernel.layer.combine_format, kernel.layer.ep_size), []).append(kernel)
+    for number, pair in enumerate(sorted(wanted)):  # the shape that has been taken least so far
+        fitting = by_axes[(*pair, EP_SIZE if number // 2 % 2 else 1)]
+        kernel = min(fitting, key=lambda k: shapes.get((k.layer.hidden_size, k.layer.intermediate_size), 0))
         shape = (kernel.layer.hidden_size, kernel.layer.intermediate_size)
         shapes[shape] = shapes.get(shape, 0) + 1
         yield kernel
