@@ -4,58 +4,80 @@
 NEVER RUN ON HARDWARE. Compiled, inspected, and its PTX executed by an interpreter (docs/blackwell.md).
 
 Purpose
-    Routing ids and bf16 tokens in, bf16 layer output out: count and place routes, quantise tokens to NVFP4, fc1,
-    SwiGLU, requantisation, fc2, result rows in wire format, top-k sum. FP4 x FP4 on the tensor cores (block of 16).
+    Routing ids and bf16 tokens in, bf16 layer output out: count routes, quantise tokens to NVFP4, dispatch them to the
+    ranks that own their experts, fc1, SwiGLU, requantisation, fc2, result rows in wire format straight to the token
+    owners, top-k sum there. FP4 x FP4 on the tensor cores (block of 16). The protocol between ranks is the Hopper
+    kernel's, and so is its code (`common/exchange.py`, docs/protocol.md).
 Supported
-    H and I multiples of 32, up to 256 local experts, top_k up to 16, any token count including 0 (read from device
-    memory, so one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range) and
-    duplicate entries, three wire formats, both score placements, one token block per kernel (32, 64, 128 or 256).
+    1 to 16 ranks that can address each other's memory, whatever token block each of them runs; H and I multiples of 32,
+    up to 256 local experts, top_k up to 16, any token count including 0 (read from device memory, so one captured graph
+    serves every T of its bucket), ids int32 or int64 with masked (out of range) and duplicate entries, three wire
+    formats, both score placements, one token block per kernel (32, 64, 128 or 256).
 Not supported
-    More than one rank; expert ids that are not local; bf16 activations; CTA pairs; grids that are not fully resident
-    (every CTA must run at once).
-Operands (addresses; R pool rows, T tokens, E experts, K top_k; atoms(k) = ceil(k / 64), blocks(r) = ceil(r / 128))
+    bf16 activations; CTA pairs; all ranks in one launch; grids that are not fully resident (every CTA runs at once).
+Operands (addresses; R pool rows, T tokens, E experts of this rank, K top_k; atoms(k) = ceil(k / 64), blocks(r) =
+ceil(r / 128))
     w1_codes (E, 2I, H/2) u8          gate and up interleaved by 16 rows; two e2m1 a byte, even column in the low nibble
     w1_scales (E, blocks(2I), atoms(H), 512) u8, w2_scales (E, blocks(H), atoms(I), 512) u8     e4m3 atoms, padding 0
     w2_codes (E, H, I/2) u8
-    scales (E + 1, 4) f32             {alpha_gate, alpha_up, alpha_down, qs2}; last row {qs1, 0, 0, 0}
+    scales (E + 1, 4) f32             {alpha_gate, alpha_up, alpha_down, qs2}; last row {qs1, 0} and a u64 that all
+                                      ranks must launch with alike
     x (T, H) bf16; ids (T, K) i32 or i64; route_weights (T, K) f32; num_tokens i32; y (T, H) bf16
     pool (R, H/2) u8, pool_scales (blocks(R), atoms(H), 512) u8; h (R, I/2) u8, h_scales (blocks(R), atoms(I), 512) u8
     row_weight (R) f32; row_meta (R, 2) i32; route_rows (T, K) i32
-    results (T*K, row) and result_scales (T*K, row) u8: wire format by token * K + slot
-    counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words); epoch u64;
-    error u64 (8); abort u32
+    counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words);
+    pool_ready u32 (2, pool_ready_words); epoch u64; expected_returns u64 (ranks); error u64 (8)
+    peers u64 (ranks): bases of the shared spaces; the regions behind them, at the same offsets on every rank: abort,
+    header, size cells, return counters, index rows, payload and its scales (in column order), routing weights, result
+    rows and scales (trtllm_megamoe/regions.py has shapes; wire format by token * K + slot)
 Scale atoms
     512 bytes for 128 rows x 4 blocks of 16: byte (r % 32) * 16 + (r % 128) / 32 * 4 + block. A load takes whole 128-row
     blocks, so it also reads other tokens' scales, perhaps while they are written, or scales of no token, perhaps NaN;
     at 256 tokens the codes of the next expert's rows as well. All of it ends in columns that are dropped.
 Warp roles (12 warps, 1 CTA per SM)
-    0-3    epilogue; at the start they stage tokens, at the end they sum routes     4-7   the same without epilogue
-    8      MMA     9      W: table, claims, weight loads     10     T: token loads, waits for counters
-    11     R: releases; it also clears the next launch's counters
+    0-3    epilogue; at the start they stage tokens, at the end they sum routes
+    4-7    helpers: they stage and sum too; between, with several ranks, they send size cells (CTA 0), read them (with 8
+           to 11) and pull rows of peers into the pool while tiles run
+    8      MMA                                     9      W: table, claims, weight loads
+    10     T: token loads, the only warp that waits for a tile's tokens
+    11     R: releases; it also clears the next launch's counters and, in CTA 0, compares the ranks' headers
 Pipelines (producer -> consumer, arrivals)
     full[stage]   W, T -> MMA: 2 and the bytes of both          empty[stage]  MMA -> W, T: 1 (commit)
     afull[pair]   MMA -> epilogue: 1 (commit)                   aempty[pair]  epilogue -> MMA: one per warp
     ifull[slot]   W -> T, MMA, epilogue, R: 1                   iempty[slot]  T, MMA, R -> W: 3
-    rfull[slot]   T -> epilogue: 1 (route or weight per row)    done[slot]    epilogue -> R: one per warp
+    rfull[slot]   T -> epilogue: 1 (each row's route or         done[slot]    epilogue -> R: one per warp
+                  weight; whether a wait failed)
     TMEM: two accumulators (at 256 tokens they overlap, one pair), then four (two) buffers for a stage's scales. The
     manual orders scale copies before later MMAs only, so the MMA warp waits for empty[stage] of a buffer's last use.
-Synchronisation contract
+Synchronisation contract, every kernel
     object           writer                                        reader                              reset
-    pool, scales,    staging warps: st, fence.proxy.async, named   T: ld.acquire.gpu,                  stream
-    row_*            barrier, one red.release.gpu on `staged`      fence.proxy.async, TMA
     h, h_scales      epilogue: st, fence.proxy.async, arrive on    T: ld.acquire.gpu >= row tiles,     stream
                      done; R: fence.proxy.async, red.release.gpu   fence.proxy.async, TMA
-    results          epilogue: st, arrive on done;                 all staging warps: ld.acquire.gpu,  stream
-                     R: red.release.gpu on `fc2 done`              ld
     claim            W: atom.relaxed.gpu                           (the value is all there is)         other bank, by R
-    staged, ready,   as above                                      as above                            other bank, by R
+    staged, ready,   as here                                       as here                             other bank, by R
+    pool_ready,
     fc2 done
     TMEM             MMA: tcgen05.cp / mma, commit                 tcgen05.fence after the wait, ld    dealloc by warp 0
                                                                    wait::ld, fence before the arrival
     exit ticket,     last CTA out: atom.acq_rel.gpu; it stores     next launch: plain ld               the last CTA
-    epoch            epoch + 1
-    error, abort     first failure: cas, st; then st.release.sys   every wait: ld.acquire.sys;         host
-                                                                   at entry: plain ld
+    epoch, expected  them
+    error, abort     first failure: exch, st; then st.release.sys  every wait: ld.acquire.sys;         host
+                     to every rank's abort word                    at entry: plain ld
+One rank
+    pool, scales,    staging warps: st, fence.proxy.async, named   T: ld.acquire.gpu,                  stream
+    row_*            barrier, one red.release.gpu on `staged`      fence.proxy.async, TMA
+    results          epilogue: st, arrive on done;                 all staging warps: ld.acquire.gpu,  stream
+                     R: red.release.gpu on `fc2 done`              ld
+Several ranks
+    payload, index   staging warps: st, named barrier, one         peers' helpers: plain ld after      own next launch
+    rows             red.release.gpu on `staged`; CTA 0's          their cells (never ld.nc)
+                     helpers: ld.acquire.gpu
+    size cells,      CTA 0's helpers: fence.acq_rel.sys and        every CTA: ld.acquire.sys until     never: tag of the
+    launch facts     st.relaxed.sys in each storing thread         the tag is this launch's            launch, two banks
+    pool, scales,    helpers: st, syncwarp, red.release.gpu on     T: ld.acquire.gpu >= pieces,        stream
+    row_*            pool_ready                                    fence.proxy.async, TMA
+    results          epilogue: st to the token owner, arrive on    owner: ld.acquire.sys >= sum of     never: cumulative
+                     done; R: red.release.sys on its counter       all routes sent, named barrier, ld
 Provenance
     Written for this project; the main loop follows our own compile-only prototype, the tile stream the Hopper kernel.
 """
