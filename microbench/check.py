@@ -16,11 +16,11 @@ import torch
 
 from microbench.routing import Batch
 from microbench.sources import WeightSource
-from trtllm_megamoe.cli.job import TOLERANCE_REL_L2
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 from trtllm_megamoe.reference.metrics import cosine, rel_l2
 from trtllm_megamoe.reference.oracle import OracleOptions, oracle_forward
+from trtllm_megamoe.selftest.checks import tolerance_of
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def check_output(
         out: (T, H) bf16, what the layer returned for `x` (T, H) bf16 and `batch`.
         source: The weights, read again on the oracle's own path.
         timeout_s: Longest wait for the slowest rank's oracle.
-        tolerance: Bound on rel-L2; None: that of our engine on the device of `out`.
+        tolerance: Bound on rel-L2; None: that of our engine on the device of `out` and of the wire.
 
     Returns:
         The same result on every rank.
@@ -140,7 +140,7 @@ def check_output(
     faults = [f"rank {rank}: {part.fault}" for rank, part in enumerate(ranks) if part.fault is not None]
     reason: str | None = None
     if tolerance is None:
-        tolerance = TOLERANCE_REL_L2[out.device.type]  # an engine's outputs lie where it runs
+        tolerance = tolerance_of(out.device.type, combine_format.value)  # an engine's outputs lie where it runs
     if faults:
         verdict, reason = Verdict.NOT_VERIFIED, "; ".join(faults)
     elif worst is None:

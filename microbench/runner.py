@@ -32,7 +32,6 @@ from microbench.rows import Measurement, make_row
 from microbench.sources import WeightSource, open_source
 from microbench.timing import Forward, Mode, Timed, TimingSpec, time_host
 from trtllm_megamoe.agreement import succeed_or_fail_together
-from trtllm_megamoe.cli.job import TOLERANCE_REL_L2
 from trtllm_megamoe.cli.text import format_bytes
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.config import ActivationRequest, EngineName, MegaMoeConfig
@@ -41,6 +40,7 @@ from trtllm_megamoe.formats import CombineFormat
 from trtllm_megamoe.kernels.family import family_here
 from trtllm_megamoe.kernels.selection import tuning_target
 from trtllm_megamoe.layer import MegaMoELayer, build_workspace
+from trtllm_megamoe.selftest.checks import tolerance_of
 from trtllm_megamoe.symmetric.workspace import Workspace
 from trtllm_megamoe.tuning.tuner import TunedBucket
 from trtllm_megamoe.weights.host_memory import available_host_bytes
@@ -328,7 +328,7 @@ def _measure(
             raise
         logger.exception("%s %d", point.workload.routing.value, point.workload.tokens_per_rank)
         reason = f"{type(err).__name__}: {err}"
-        tolerance = TOLERANCE_REL_L2[layers[0].device.type]
+        tolerance = tolerance_of(layers[0].device.type, layers[0].config.combine_format.value)
         total = sum(tokens_by_rank(point.workload))
         outcome = _Outcome(CheckResult(Verdict.NOT_VERIFIED, None, None, tolerance, 0, total, 0, reason))
     bucket = outcome.bucket

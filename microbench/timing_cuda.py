@@ -65,8 +65,8 @@ def time_graph(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
     captured: list[torch.Tensor] = []
     # ranks in one process: a capture must not meet another one, nor a rank that allocates
     in_turns = comm.transport == "threads"
+    torch.cuda.synchronize()
     for turn in range(comm.size if in_turns else 1):
-        torch.cuda.synchronize()
         comm.barrier(spec.timeout_s)
         if turn == comm.rank or not in_turns:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):

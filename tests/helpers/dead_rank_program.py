@@ -105,6 +105,7 @@ class Program:
 
 
 def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     program = Program(Path(sys.argv[1]), torch_distributed(WAIT_S))
     program.leave_one_out()
     program.kill()

@@ -216,8 +216,9 @@ class CudaDevice(EngineDevice):
 
     def make_engine(self, pair: Any) -> Any:
         from trtllm_megamoe.engines.cuda.engine import CudaEngine
+        from trtllm_megamoe.kernels.family import family_here
 
-        return CudaEngine(self.layer.config, pair, self.layer.ladder)
+        return CudaEngine(self.layer.config, pair, self.layer.ladder, family_here())
 
     def synchronize(self) -> None:
         torch.cuda.current_stream().synchronize()
@@ -226,8 +227,8 @@ class CudaDevice(EngineDevice):
         super().capture(graph, local, shared)
         engine, recorded = self.engine(local, shared), torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
-        for turn in range(self.comm.size):  # captures of two threads must not meet
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        for turn in range(self.comm.size):  # while one thread captures, no other may capture or synchronise
             self.barrier()
             if turn == self.comm.rank:
                 with torch.cuda.stream(stream):

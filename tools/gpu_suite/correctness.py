@@ -77,10 +77,15 @@ def oracle_options(spec: LayerSpec) -> OracleOptions:
     )
 
 
+def _is_wanted(name: str, only: str) -> bool:
+    """`only` names one case, or is part of the names of several."""
+    return name == only or (only in name and all(case.name != only for case in all_cases()))
+
+
 def run(cache_dir: Path, only: str = "", routings: str = "", tiles: str = "") -> Iterator[dict[str, Any]]:
     """One result per (case, tile, routing); `ok` says whether it is inside its tolerance."""
     for number, case in enumerate(all_cases()):
-        if only and only not in case.name:
+        if not _is_wanted(case.name, only):
             continue
         spec = case.spec
         tensors = cases.random_tensors(spec, 11 + number, input_scales=case.input_scales)

@@ -13,6 +13,9 @@ TOLERANCE = {"bf16": 3e-3, "fp8": 5e-3, "fp4": 1e-2}
 """rel-L2 by wire. The oracle sums exactly, the kernel in fp32, and the result is bf16 (rel-L2 of that rounding alone:
 1.7e-3); coarser wires re-round values that the last bit moved over a boundary."""
 
+CPU_TOLERANCE = 1e-3
+"""rel-L2 of the CPU engine, any wire: it rounds where the oracle does, in fp64 between."""
+
 ROW_TOLERANCE = 3e-2
 """rel-L2 of the worst row."""
 
@@ -27,6 +30,11 @@ def oracle_options(config: MegaMoeConfig, mode: ActivationMode) -> OracleOptions
         swiglu_alpha=config.swiglu_alpha,
         swiglu_beta=config.swiglu_beta,
     )
+
+
+def tolerance_of(engine: str, wire: str) -> float:
+    """Largest rel-L2 against the oracle that a result of this engine and wire may have."""
+    return CPU_TOLERANCE if engine == "cpu" else TOLERANCE[wire]
 
 
 def compare(out: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
