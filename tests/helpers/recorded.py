@@ -6,7 +6,6 @@ Shared by `tools/record_gpu_results.py`, which writes tests/data/recorded, and b
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ class RecordedCase:
     grid: int
     launches: int = 1
     seed: int = 3
+    stored: Mapping[str, torch.Tensor] | None = None
 
     @property
     def spec(self) -> LayerSpec:
@@ -51,11 +51,16 @@ class RecordedCase:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensors of all experts."""
+        if self.stored is not None:
+            return {name[2:]: part for name, part in self.stored.items() if name.startswith("w:")}
         spec = self.spec
         return make_layer_tensors(seeded(self.seed), spec.hidden_size, spec.intermediate_size, spec.num_experts)
 
     def inputs(self) -> list[RankInput]:
         """Every rank's tokens."""
+        if self.stored is not None:
+            ranks = range(len(self.counts))
+            return [RankInput(*(self.stored[f"{part}{r}"] for part in ("x", "ids", "weights"))) for r in ranks]
         spec, g, made = self.spec, seeded(self.seed + 1), []
         for count in self.counts:
             routing = make_routing(g, self.kind, count, spec.num_experts, spec.top_k, ep_size=spec.ep_size)
@@ -63,13 +68,13 @@ class RecordedCase:
             made.append(RankInput(x, routing.topk_ids, routing.topk_weights))
         return made
 
-    def digest(self) -> str:
-        """Of all inputs: another torch could draw other numbers from the same seeds."""
-        digest = hashlib.sha256()
-        parts = [part for one in self.inputs() for part in (one.x, one.ids, one.weights)]
-        for part in (*self.tensors().values(), *parts):
-            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+    def drawn(self) -> dict[str, torch.Tensor]:
+        """All inputs under the names that `stored` has: kept with the results, because the same seeds give other
+        numbers on a CPU with other vector instructions."""
+        flat = {f"w:{name}": tensor.contiguous() for name, tensor in self.tensors().items()}
+        for rank, one in enumerate(self.inputs()):
+            flat |= {f"x{rank}": one.x, f"ids{rank}": one.ids, f"weights{rank}": one.weights}
+        return flat
 
 
 CASES: dict[str, RecordedCase] = {
@@ -147,15 +152,18 @@ def interpreted(case: RecordedCase, kernel: KernelFile, *, check_order: bool = F
 
 @dataclass(frozen=True)
 class Recording:
-    """A file of results: facts of the machine and the cases, bytes by case and buffer, approximations that occurred."""
+    """A file of results: facts of the machine and the cases, inputs and resulting bytes by case, approximations that
+    occurred."""
 
     facts: dict[str, Any]
+    inputs: dict[str, dict[str, torch.Tensor]]
     results: dict[str, dict[str, torch.Tensor]]
     tables: dict[str, Table]
 
     def save(self, path: Path) -> None:
         """Write it."""
         flat = {f"{case}/{name}": value for case, found in self.results.items() for name, value in found.items()}
+        flat |= {f"{case}/in/{name}": part for case, drawn in self.inputs.items() for name, part in drawn.items()}
         for name, table in self.tables.items():
             for part, values in (("inputs", table.inputs), ("results", table.results)):
                 flat[f"approx/{name}/{part}"] = torch.from_numpy(values.view(np.int32).copy())
@@ -165,6 +173,7 @@ class Recording:
     def load(cls, path: Path) -> Recording:
         """Read it."""
         results: dict[str, dict[str, torch.Tensor]] = {}
+        inputs: dict[str, dict[str, torch.Tensor]] = {}
         parts: dict[str, dict[str, Any]] = {}
         with safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
@@ -172,8 +181,11 @@ class Recording:
                 if key.startswith("approx/"):
                     _, name, part = key.split("/")
                     parts.setdefault(name, {})[part] = file.get_tensor(key).numpy().view(np.uint32)
+                elif "/in/" in key:
+                    case, name = key.split("/in/")
+                    inputs.setdefault(case, {})[name] = file.get_tensor(key)
                 else:
                     case, name = key.split("/")
                     results.setdefault(case, {})[name] = file.get_tensor(key)
         tables = {name: Table(name, found["inputs"], found["results"]) for name, found in parts.items()}
-        return cls(facts, results, tables)
+        return cls(facts, inputs, results, tables)
