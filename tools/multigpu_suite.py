@@ -56,7 +56,7 @@ class Step:
 
 def steps_of(names: list[str], ranks: int, directory: Path, rehearse: bool) -> list[Step]:
     """The named steps, in order; `directory` keeps what the bench measures."""
-    pytest = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    pytest = ["-m", "pytest", "-q", "-x", "--color=no", "-p", "no:cacheprovider"]
     tests = mpirun_command(ranks, [*pytest, "tests/multigpu"])
     dead = [sys.executable, *pytest, "tests/gpu/test_cuda_processes.py", "-k", "dead_process"]
 
