@@ -2,7 +2,8 @@
 """The one script for everything that needs a GPU: `python tools/run_gpu_suite.py PART... --cache DIR --out FILE.json`.
 
 Parts: products, correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once; over virtual ranks:
-exchange, exchange-soak, exchange-graphs, exchange-failures, exchange-sanitizer, fixed-cost. With `--compile` it builds
+exchange, exchange-soak, exchange-graphs, exchange-failures, exchange-sanitizer, fixed-cost; tests of the public
+layer, with kernels from the store: layers-graph, layers-fences, layers-ranks, layers-processes. With `--compile` it builds
 the kernels that the parts need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a compiler.
 """
 
@@ -28,6 +29,7 @@ EXCHANGE_PARTS = (
 PARTS = (
     *("products", "correctness", "goldens", "determinism", "graph", "faults", "sanitizer", "bench", "rivals", "once"),
     *EXCHANGE_PARTS,
+    *("layers-graph", "layers-fences", "layers-ranks", "layers-processes"),
 )
 
 
@@ -125,6 +127,8 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
     if part == "exchange":
         together_only = arguments.tiles == "together"
         return exchange.equality(arguments.cache, arguments.only, together_only=together_only)
+    if part in stability.LAYER_TESTS:
+        return stability.layers(part)
     if part == "exchange-soak":
         return exchange.soak(arguments.cache, arguments.launches)
     return {

@@ -129,6 +129,37 @@ def faults(cache_dir: Path) -> Iterator[dict[str, Any]]:
     }
 
 
+LAYER_TESTS_S = 120.0
+LAYER_TESTS = {
+    "layers-graph": ("tests/gpu/test_graph_dynamic.py", "tests/gpu/test_graph_layers.py"),
+    "layers-fences": ("tests/gpu/test_fences_cuda.py",),
+    "layers-ranks": (
+        "tests/gpu/test_cuda_engine.py",
+        "tests/gpu/test_cuda_ranks.py",
+        "tests/gpu/test_symmetric_gpu.py",
+    ),
+    "layers-processes": ("tests/gpu/test_cuda_processes.py",),
+}
+"""Parts that are tests of the public layer; their kernels come from the store, not from `--cache`."""
+
+
+def layers(part: str) -> Iterator[dict[str, Any]]:
+    """One result per test file, in a process of its own: a capture that breaks on purpose spoils its context."""
+    for path in LAYER_TESTS[part]:
+        command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", path]
+        started = time.time()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LAYER_TESTS_S, check=False)
+        except subprocess.TimeoutExpired:
+            yield {"check": path, "seconds": LAYER_TESTS_S, "said": "did not end in time", "ok": False}
+            continue
+        lines = done.stdout.splitlines()
+        said = lines[-1] if lines else done.stderr[-300:]
+        result = {"check": path, "seconds": round(time.time() - started, 1), "said": said}
+        failed = [] if done.returncode == 0 else lines[-25:]
+        yield result | {"failures": failed, "ok": done.returncode == 0 and " passed" in said and "skipped" not in said}
+
+
 SANITIZER_S = 150.0
 SANITIZED_CASE, SANITIZED_TILE = "odd-nvfp4", "h16"
 
