@@ -4,7 +4,7 @@
 Parts: products, correctness, goldens, determinism, graph, faults, sanitizer, bench, rivals, once; over virtual ranks:
 exchange, exchange-soak, exchange-graphs, exchange-failures, exchange-sanitizer, fixed-cost; tests of the public layer,
 with kernels from the store: layers-graph, layers-fences, layers-ranks, layers-processes. With `--compile` it builds the
-kernels that the other parts need instead (no GPU needed): a machine with a GPU then needs neither the DSL nor a compiler.
+kernels that the other parts need instead (no GPU needed): a machine with a GPU then needs neither DSL nor compiler.
 """
 
 from __future__ import annotations

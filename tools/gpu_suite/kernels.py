@@ -22,7 +22,8 @@ def needed(parts: list[str], shapes: list[str], modes: list[str]) -> list[Kernel
         add(config)
     for config in products.needed() if "products" in parts else ():
         add(config)
-    if any(part not in ("bench", "products") and not part.startswith(("exchange", "fixed", "layers")) for part in parts):
+    others = ("bench", "products", "exchange", "fixed", "layers")
+    if any(not part.startswith(others) for part in parts):
         for case in correctness.all_cases():
             for tile in case.tiles:
                 add(KernelConfig(case.spec, TILES[tile]))
