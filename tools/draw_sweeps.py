@@ -161,7 +161,7 @@ def by_tokens(rows: Sequence[Row]) -> str:
 def failures(rows: Sequence[Row], outcomes: Mapping[str, Any] | None) -> list[str]:
     """Axes without a complete result, and rows that were not timed."""
     axes = {name: entry["outcome"] for name, entry in (outcomes or {}).items() if entry["outcome"] != "ok"}
-    lines = [f"- axis `{name}`: {outcome}" for name, outcome in axes.items()]
+    lines = [f"- axis `{name}`: {outcome.splitlines()[0]}" for name, outcome in axes.items()]
     for row in rows:
         if row["status"] != "ok":
             lines.append(f"- {row['label']}, {row['tokens_per_rank']} tokens, {row['routing']}: {row['skip_reason']}")
