@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from trtllm_megamoe.errors import MegaMoeCapacityError, MegaMoeConfigError
 
-RUNGS = (16, 64, 256, 1024, 4096)
+RUNGS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Rungs below the cap, in tokens per rank.
 
-256, 1024 and 4096 are the host's rungs. 16 and 64 are ours: the expected rows per expert grow with the tokens, and the
-best token width changes about every factor of four in them (docs/tuning.md), so that without these two a decode step of
-a few tokens would run a tile for 256. A rung costs no memory and at most one compiled kernel. The rungs do not depend
-on the cap, so neither does the bucket of a step that a rung below the cap holds.
+256, 1024 and 4096 are the host's rungs, the others ours. A bucket's tile suits a step that fills the bucket, so a
+smaller step pays for its distance to the rung: with a factor of four between rungs, 32 tokens of Qwen3-235B's share ran
+the tile for 64 and took 66 us instead of 57 (docs/tuning.md). With a factor of two, every step of 5 tokens or more that
+a rung holds fills over half of its bucket. A rung costs no memory, and a compiled kernel only where it brings a new
+tile. The rungs do not depend on the cap, so neither does the bucket of a step that a rung below the cap holds.
 """
 
 

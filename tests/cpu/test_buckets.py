@@ -44,13 +44,13 @@ def test_launch_cap_without_a_usable_bound_is_refused(moe_max: int | None, engin
     ("cap", "rungs"),
     [
         (1, (1,)),
-        (16, (16,)),
-        (17, (16, 17)),
-        (256, (16, 64, 256)),
-        (257, (16, 64, 256, 257)),
-        (4096, (16, 64, 256, 1024, 4096)),
-        (8192, (16, 64, 256, 1024, 4096, 8192)),
-        (100_000, (16, 64, 256, 1024, 4096, 100_000)),
+        (8, (8,)),
+        (9, (8, 9)),
+        (17, (8, 16, 17)),
+        (256, (8, 16, 32, 64, 128, 256)),
+        (300, (8, 16, 32, 64, 128, 256, 300)),
+        (8192, (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
+        (100_000, (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 100_000)),
     ],
 )
 def test_ladder_for_cap_has_every_rung_below_it_and_the_cap(cap: int, rungs: tuple[int, ...]) -> None:
@@ -68,6 +68,13 @@ def test_ladder_select_returns_the_smallest_rung_that_holds_the_tokens(cap: int,
         return
     chosen = ladder.select(tokens)
     assert chosen == min(rung for rung in ladder.rungs if rung >= tokens)
+
+
+@given(cap=st.integers(1, 4096), tokens=st.integers(5, 4096))
+def test_ladder_select_takes_a_bucket_that_the_step_fills_more_than_half(cap: int, tokens: int) -> None:
+    """A bucket's tile suits its fullest step, so no step may be far below it; 1 to 4 tokens take the narrowest."""
+    if tokens <= cap:
+        assert tokens > BucketLadder.for_cap(cap).select(tokens) / 2
 
 
 @given(small=st.integers(1, 5000), large=st.integers(1, 5000), tokens=st.integers(1, 5000))
@@ -122,7 +129,7 @@ def test_layer_takes_the_bucket_of_the_fullest_rank_and_keeps_its_bits() -> None
         return seen
 
     for seen in run_threads(2, body, WATCHDOG_S):
-        assert [bucket for bucket, _ in seen] == [300, 64, 256, 300, 300]
+        assert [bucket for bucket, _ in seen] == [300, 32, 256, 300, 300]
         assert all(torch.equal(out, seen[0][1]) for _, out in seen)
 
 
@@ -170,11 +177,13 @@ def test_layer_prepare_launches_every_bucket_on_every_rank_and_changes_no_result
         alone.load_weights(case.weights)
         expected = bits(forward_rank(alone, case, 0))
     results = run_threads(2, body, WATCHDOG_S)
-    assert [launched[:4] for launched, _ in results] == [[16, 64, 256, 300]] * 2
+    ladder = [8, 16, 32, 64, 128, 256, 300]
+    assert [launched[: len(ladder)] for launched, _ in results] == [ladder] * 2
     assert torch.equal(results[0][1], expected)
 
 
 def test_explain_shows_the_ladder_as_text_and_json() -> None:
     arguments = ("explain", "deepseek-v3", "--max-tokens-per-rank", 8192)
-    assert "16, 64, 256, 1024, 4096, 8192 tokens a rank" in invoke(*arguments).output
-    assert json.loads(invoke(*arguments, "--json").output)["buckets"] == [16, 64, 256, 1024, 4096, 8192]
+    ladder = [8 * 2**i for i in range(11)]  # 8 to the cap, every power of two
+    assert f"{', '.join(map(str, ladder))} tokens a rank" in invoke(*arguments).output
+    assert json.loads(invoke(*arguments, "--json").output)["buckets"] == ladder

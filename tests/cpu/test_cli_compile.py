@@ -104,7 +104,8 @@ def test_compile_for_tuning_covers_every_candidate_of_the_share(cache_dir: Path)
     heuristic = [entry.name for _, entry in ObjectCache(cache_dir).entries()]
     assert invoke("compile", *share, "--activations", "bf16", "--for-tuning").exit_code == 0
     names = [entry.name for _, entry in ObjectCache(cache_dir).entries()]
-    assert len(heuristic) == 2 and set(heuristic) < set(names)
+    assert {name.split("-")[1] for name in heuristic} == {"h8", "h16", "h64"}, "4, 8 or 16, and 32 rows an expert"
+    assert len(heuristic) == 3 and set(heuristic) < set(names)
     assert {name.split("-")[1] for name in names} == set(TILES)
     assert all("-e16-" in name for name in names)
 

@@ -254,7 +254,7 @@ def test_cap_is_the_smaller_bound_and_more_is_an_error_naming_both(newest: str) 
     ctx = run_context(newest, token_selected_experts=ids, token_final_scales=weights, x=x, x_sf=None)
     backend.set_adaptive_launch_tokens(4)
     backend.run_moe(ctx)
-    assert backend.megamoe_layer.last_bucket == 16
+    assert backend.megamoe_layer.last_bucket == 8
     backend.run_moe(ctx)  # the hint was consumed
     assert backend.megamoe_layer.last_bucket == 20
 
@@ -384,7 +384,7 @@ def test_first_launch_prepares_every_bucket_once_and_never_inside_a_capture(
     assert launched == []
     for _ in range(2):
         forward(moe, QWEN, slice(0, 2), all_rank_num_tokens=[2])
-    assert launched == [16, 64, 256, 300, 16, 16]
+    assert launched == [*layer.ladder.rungs, 8, 8] and len(layer.ladder.rungs) > 2
 
 
 # ---- the host's tuning pass (R32, R33)
@@ -408,7 +408,7 @@ def test_tuning_pass_of_the_host_returns_early_without_scratch(newest: str) -> N
     with tuner.autotune():
         assert tuner.AutoTuner.get().is_tuning_mode
         assert torch.equal(forward(moe, QWEN, rows, all_rank_num_tokens=[2]), expected)
-        assert moe.backend.megamoe_layer.last_bucket == 16 and not fences.is_tuning and profiling_scratches() == []
+        assert moe.backend.megamoe_layer.last_bucket == 8 and not fences.is_tuning and profiling_scratches() == []
     assert tuner.AutoTuner.get().questions == [] and fences.num_pairs == 1
 
 

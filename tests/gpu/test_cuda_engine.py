@@ -95,7 +95,9 @@ def test_cuda_layer_loaded_layer_can_be_captured_in_every_bucket_before_any_forw
     case = _case(activations="nvfp4")
     x, ids, weights = _on_gpu(case)
     with _layer(case) as layer:
-        for count in (1, 17, 37):  # a bucket each; loading the weights has loaded their code
+        counts = (1, 9, 17, 37)
+        assert tuple(map(layer.ladder.select, counts)) == layer.ladder.rungs
+        for count in counts:  # a bucket each; loading the weights has loaded their code
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 out = layer.forward(x[:count], ids[:count], weights[:count], max_tokens_over_ranks=count)
