@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import threading
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -375,11 +376,17 @@ def plan_host(era: str, deviations: Sequence[Deviation] = ()) -> Plan:
     return plan
 
 
+_PARSING = threading.Lock()
+"""Python 3.11 loses count of its recursion depth when two threads parse at once (SystemError)."""
+
+
 def write_host(directory: Path, era: str, deviations: Sequence[Deviation] = ()) -> Path:
     """Write the package `tensorrt_llm` below `directory`, which becomes the entry for sys.path."""
     if (directory / "tensorrt_llm").exists():
         shutil.rmtree(directory / "tensorrt_llm")
-    for name, text in plan_host(era, deviations).files.items():
+    with _PARSING:
+        files = plan_host(era, deviations).files
+    for name, text in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
