@@ -14,8 +14,8 @@ from __future__ import annotations
 import ast
 import json
 import shutil
-import threading
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
