@@ -8,7 +8,7 @@ import importlib
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,6 @@ from tests.helpers.host_layer import (
     run_context,
 )
 from trtllm_megamoe.comm import run_threads
-from trtllm_megamoe.envs import HOST_VARS
 from trtllm_megamoe.errors import (
     MegaMoeCapacityError,
     MegaMoeConfigError,
@@ -46,27 +45,7 @@ QWEN = golden_layer("modelopt_nvfp4_qwen3_moe", 0)
 DEEPSEEK = golden_layer("modelopt_nvfp4_deepseek_v3", 1)
 
 
-@pytest.fixture(autouse=True)
-def _cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in HOST_VARS:  # registration writes aliases through; both lines make pytest take that back
-        monkeypatch.setenv(variable.name, "")
-        monkeypatch.delenv(variable.name)
-    monkeypatch.setenv("TRTLLM_MEGAMOE_ENGINE", "cpu")
-
-
-@pytest.fixture(params=["C", "D1", "D2"])
-def base(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A host of each era with the plug-in imported."""
-    with installed_host(tmp_path, request.param) as name:
-        importlib.import_module("trtllm_megamoe.host")
-        yield name
-
-
-@pytest.fixture
-def newest(tmp_path: Path) -> Iterator[str]:
-    with installed_host(tmp_path, "D2") as name:
-        importlib.import_module("trtllm_megamoe.host")
-        yield name
+pytestmark = pytest.mark.usefixtures("cpu_host")
 
 
 # ---- construction, loading, forward

@@ -22,12 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVING = ROOT / "docs" / "serving.md"
 
 
-@pytest.fixture(autouse=True)
-def _cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in envs.HOST_VARS:
-        monkeypatch.setenv(variable.name, "")
-        monkeypatch.delenv(variable.name)
-    monkeypatch.setenv("TRTLLM_MEGAMOE_ENGINE", "cpu")
+pytestmark = pytest.mark.usefixtures("cpu_host")
 
 
 def invoke(*arguments: str) -> Any:

@@ -17,16 +17,9 @@ import pytest
 from tests.helpers.fake_host.generate import ERAS, NEW_LAYOUT, Deviation, Plan
 from tests.helpers.fake_host.install import installed_host
 from tests.helpers.fake_host.mutations import MOVED_TO, MUTATIONS, move_moe_modules
-from trtllm_megamoe.envs import HOST_VARS
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeUnavailableError
 
-
-@pytest.fixture(autouse=True)
-def _cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in HOST_VARS:  # registration writes aliases through; both lines make pytest take that back
-        monkeypatch.setenv(variable.name, "")
-        monkeypatch.delenv(variable.name)
-    monkeypatch.setenv("TRTLLM_MEGAMOE_ENGINE", "cpu")
+pytestmark = pytest.mark.usefixtures("cpu_host")
 
 
 def host(name: str) -> ModuleType:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,12 @@ from tests.helpers.fake_host.install import installed_host
 from tests.helpers.golden import golden_layer
 from tests.helpers.host_layer import make_moe, model_config
 from trtllm_megamoe.contract import RejectReason
-from trtllm_megamoe.envs import HOST_VARS
 from trtllm_megamoe.errors import MegaMoeConfigError
 
 QWEN = golden_layer("modelopt_nvfp4_qwen3_moe", 0)
 
 
-@pytest.fixture(autouse=True)
-def _cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in HOST_VARS:  # registration writes aliases through; both lines make pytest take that back
-        monkeypatch.setenv(variable.name, "")
-        monkeypatch.delenv(variable.name)
-    monkeypatch.setenv("TRTLLM_MEGAMOE_ENGINE", "cpu")
-
-
-@pytest.fixture(params=["C", "D1", "D2"])
-def base(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A host of each era with the plug-in imported."""
-    with installed_host(tmp_path, request.param) as name:
-        importlib.import_module("trtllm_megamoe.host")
-        yield name
-
-
-@pytest.fixture
-def newest(tmp_path: Path) -> Iterator[str]:
-    with installed_host(tmp_path, "D2") as name:
-        importlib.import_module("trtllm_megamoe.host")
-        yield name
+pytestmark = pytest.mark.usefixtures("cpu_host")
 
 
 REFUSALS = [

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.helpers.host_layer import (
     model_config,
     oracle_of,
 )
-from trtllm_megamoe.envs import HOST_VARS
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.reference.metrics import rel_l2
@@ -30,27 +28,7 @@ from trtllm_megamoe.reference.metrics import rel_l2
 QWEN = golden_layer("modelopt_nvfp4_qwen3_moe", 0)
 
 
-@pytest.fixture(autouse=True)
-def _cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in HOST_VARS:
-        monkeypatch.setenv(variable.name, "")
-        monkeypatch.delenv(variable.name)
-    monkeypatch.setenv("TRTLLM_MEGAMOE_ENGINE", "cpu")
-
-
-@pytest.fixture(params=["C", "D1", "D2"])
-def base(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A host of each era with the plug-in imported."""
-    with installed_host(tmp_path, request.param) as name:
-        importlib.import_module("trtllm_megamoe.host")
-        yield name
-
-
-@pytest.fixture
-def newest(tmp_path: Path) -> Iterator[str]:
-    with installed_host(tmp_path, "D2") as name:
-        importlib.import_module("trtllm_megamoe.host")
-        yield name
+pytestmark = pytest.mark.usefixtures("cpu_host")
 
 
 PLACEMENT = [5, 3, 0, 1, 2, 4, 6, 7, 15, 14, 13, 12, 8, 9, 10, 11, 0, 5, 5, 7, 1, 2, 3, 9]

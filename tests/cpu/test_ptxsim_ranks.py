@@ -7,8 +7,6 @@ import pytest
 
 from tests.helpers.ranks_case import RanksCase
 from tests.helpers.synthetic import RoutingKind
-from tools.ptxsim import OrderError, SimError
-from tools.ptxsim.mutate import mutants
 
 THREE_RANKS, TWO_RANKS = "sm90_ranks3", "sm90_ranks2"
 
@@ -51,15 +49,8 @@ def case() -> RanksCase:
     ],
 )
 def test_ranks_planted_fault_in_the_protocol_is_caught(case: RanksCase, kind: str, needle: str) -> None:
-    mutant = next(m for m in mutants(case.kernel.text, (kind,)) if needle in m.before)
-    with pytest.raises(SimError):
-        case.run(mutant.text, max_rounds=3000)
+    case.require_caught(kind, needle)
 
 
 def test_ranks_gpu_scope_between_ranks_is_caught(case: RanksCase) -> None:
-    """What passes on one GPU and fails on two: every system-scope order made GPU-wide."""
-    text = case.kernel.text
-    for name in ("fence.acq_rel", "red.release", "ld.acquire", "st.release", "st.relaxed"):
-        text = text.replace(f"{name}.sys", f"{name}.gpu")
-    with pytest.raises(OrderError):
-        case.run(text, max_rounds=3000)
+    case.require_system_scope()

@@ -47,9 +47,7 @@ class Program:
         self.comm, self.case, self.out_dir = comm, rank_case(comm.size), out_dir
         self.rows = self.case.rank_slice(comm.rank)
         routing = self.case.routing
-        self.inputs = tuple(
-            values[self.rows].cuda() for values in (self.case.x, routing.topk_ids, routing.topk_weights)
-        )
+        self.given = [values[self.rows] for values in (self.case.x, routing.topk_ids, routing.topk_weights)]
         self.result: dict[str, Any] = {"rank": comm.rank, "size": comm.size}
 
     @property
@@ -63,18 +61,23 @@ class Program:
         layer.load_weights(self.case.weights)
         return layer
 
+    def forward(self, layer: MegaMoELayer) -> torch.Tensor:
+        """This rank's tokens through a layer, on the GPU that the layer chose."""
+        x, ids, weights = (values.to(layer.device) for values in self.given)
+        return layer.forward(x, ids, weights)
+
     def error_of(self, layer: MegaMoELayer) -> float:
         """rel-L2 of this rank's rows against the oracle."""
-        return float(rel_l2(layer.forward(*self.inputs).cpu(), oracle_of(self.case)[self.rows]))
+        return float(rel_l2(self.forward(layer).cpu(), oracle_of(self.case)[self.rows]))
 
     def wait_in_vain(self, layer: MegaMoELayer) -> dict[str, Any]:
         """A launch without the last rank: seconds until it ended, and what the next one raises."""
-        layer.forward(*self.inputs)
+        self.forward(layer)
         started = time.monotonic()
         torch.cuda.synchronize()
         seconds = time.monotonic() - started
         try:
-            layer.forward(*self.inputs)
+            self.forward(layer)
         except MegaMoeError as err:
             return {"seconds": seconds, "error": f"{type(err).__name__}: {err}"}
         return {"seconds": seconds, "error": ""}
@@ -83,7 +86,7 @@ class Program:
         """The last rank does not launch, and lives."""
         layer = self.layer(self.comm)
         for _ in range(GOOD_LAUNCHES):
-            layer.forward(*self.inputs)
+            self.forward(layer)
         torch.cuda.synchronize()
         self.comm.barrier(WAIT_S)
         if not self.is_last:
@@ -105,7 +108,6 @@ class Program:
 
 
 def main() -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     program = Program(Path(sys.argv[1]), torch_distributed(WAIT_S))
     program.leave_one_out()
     program.kill()

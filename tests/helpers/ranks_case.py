@@ -6,10 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.helpers.synthetic import RoutingKind, make_layer_tensors, make_routing, make_tokens, seeded
+from tools.ptxsim import OrderError, SimError
 from tools.ptxsim.layers import KernelFile
+from tools.ptxsim.mutate import mutants
 from tools.ptxsim.ranks import RankInput, RanksRun, run_ranks, token_rows
 from trtllm_megamoe.formats import ActivationMode, CombineFormat, ScorePlacement
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleTrace, OracleWeights, oracle_trace
@@ -50,6 +53,20 @@ class RanksCase:
         options = {"grid": 1, **extra}
         kernel = self.kernel if text is None else KernelFile(text, self.kernel.facts)
         return run_ranks(kernel, self.tensors, self.inputs, max_tokens=cap, **options)
+
+    def require_caught(self, kind: str, needle: str) -> None:
+        """The interpreter stops at the first planted fault of this kind whose instruction contains `needle`."""
+        mutant = next(m for m in mutants(self.kernel.text, (kind,)) if needle in m.before)
+        with pytest.raises(SimError):
+            self.run(mutant.text, max_rounds=3000)
+
+    def require_system_scope(self) -> None:
+        """What passes on one GPU and fails on two, every system-scope order made GPU-wide, is an error of order."""
+        text = self.kernel.text
+        for name in ("fence.acq_rel", "red.release", "ld.acquire", "st.release", "st.relaxed"):
+            text = text.replace(f"{name}.sys", f"{name}.gpu")
+        with pytest.raises(OrderError):
+            self.run(text, max_rounds=3000)
 
     def check(self, run: RanksRun) -> None:
         """y of every rank bit for bit; on Blackwell every pulled row and every row of fc1 output, exactly."""
