@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def measure_chain(
         )  # fmt: skip
         us = None
         if outcome.has_passed:
-            us = timer(lambda _: chain.run(), spec, comm).samples.summary()
+            us = timer(lambda _: chain.run(), replace(spec, meet=chain.meet), comm).samples.summary()
         status = "ok" if outcome.has_passed else "failed"
         rows.append({**row, "check": _check_of(outcome), "status": status, "skip_reason": outcome.reason, "us": us})
     chain.close()

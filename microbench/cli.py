@@ -145,6 +145,13 @@ _COUNTS = ListOf("n,n,...", _positive)
 @click.option("--phases", is_flag=True, help="Split one launch by time stamps from inside it (CUDA engine).")
 @click.option("--iters", type=_COUNT, default=10, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=2, help="Iterations before the timed ones.")
+@click.option(
+    "--settle",
+    "settle_s",
+    type=click.FloatRange(min=0),
+    default=0.2,
+    help="On a GPU: seconds of replays before the timed ones, at least, until clocks and power stay.",
+)
 @click.option("--seed", type=int, default=0)
 @click.option("--steps", type=_COUNT, default=1, help="Different inputs to rotate through.")
 @click.option(

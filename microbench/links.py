@@ -18,7 +18,15 @@ import torch
 from microbench.axes import SHARES
 from microbench.cases import Case, preset_case
 from microbench.routing import RoutingName, by_tokens
-from microbench.runner import Point, Settings, choose_timer, layer_configs, load_together, run_points
+from microbench.runner import (
+    Point,
+    Settings,
+    choose_timer,
+    forward_of_nothing,
+    layer_configs,
+    load_together,
+    run_points,
+)
 from microbench.sources import open_source
 from microbench.timing import Mode, TimingSpec
 from trtllm_megamoe.comm import Communicator, single
@@ -48,8 +56,8 @@ def links_case(engine: str, ranks: int) -> Case:
 def links_settings(engine: EngineName, iters: int) -> Settings:
     """How its layers are timed."""
     return Settings(
-        engine=engine, activations="bf16", warmup=3, iters=iters, seed=0, steps=1, num_layers=1, timeout_s=60.0,
-        virtual_ranks=1, use_cuda_graph=engine == "cuda",
+        engine=engine, activations="bf16", warmup=3, iters=iters, settle_s=0.2, seed=0, steps=1, num_layers=1,
+        timeout_s=60.0, virtual_ranks=1, use_cuda_graph=engine == "cuda",
     )  # fmt: skip
 
 
@@ -208,10 +216,8 @@ def _empty_time(case: Case, points: list[Point], settings: Settings, comm: Commu
     source = open_source(case, settings.seed, device)
     with MegaMoELayer(config, comm) as layer:
         load_together(layer, source, comm, settings.timeout_s)
-        x = torch.empty(0, case.hidden_size, dtype=torch.bfloat16, device=device)
-        ids = torch.empty(0, case.top_k, dtype=torch.int64, device=device)
-        weights = torch.empty(0, case.top_k, dtype=torch.float32, device=device)
-        spec = TimingSpec(Mode.BURST, settings.warmup, settings.iters, 8, settings.timeout_s)
+        nothing = forward_of_nothing(layer)
+        spec = TimingSpec(Mode.BURST, settings.warmup, settings.iters, 8, settings.timeout_s, settings.settle_s)
         timer = choose_timer(layer.engine_name, settings.use_cuda_graph)
-        samples = timer(lambda _: layer.forward(x, ids, weights), spec, comm).samples
+        samples = timer(lambda _: nothing(), spec, comm).samples
         return statistics.median(samples.slowest_us)

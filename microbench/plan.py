@@ -97,6 +97,7 @@ def make_settings(options: Mapping[str, Any]) -> Settings:
         engine=options["engine"],
         activations=options["activations"],
         warmup=options["warmup"],
+        settle_s=options["settle_s"],
         iters=options["iters"],
         seed=options["seed"],
         steps=options["steps"],

@@ -44,6 +44,7 @@ class Measurement:
     mode: Mode
     warmup: int
     iters: int
+    settle_s: float
     num_layers: int
     loads: tuple[Load, ...]
     check: CheckResult
@@ -168,6 +169,7 @@ def make_row(measured: Measurement) -> dict[str, Any]:
         "mode": measured.mode.value,
         "region": TIMED_REGION,
         "warmup": measured.warmup,
+        "settle_s": measured.settle_s,
         "iters": measured.iters,
         "iters_per_graph": None if measured.timed is None else measured.timed.iters_per_graph,
         "rotated_layers": measured.num_layers,

@@ -65,7 +65,8 @@ class Settings:
     """What all points of a run share.
 
     `steps` inputs are rotated, each checked before timing; so are `num_layers` whole layers,
-    which keeps weights out of the caches. `expected_engine` None accepts any.
+    which keeps weights out of the caches. `settle_s`: see :class:`microbench.timing.TimingSpec`.
+    `expected_engine` None accepts any.
     """
 
     engine: EngineName
@@ -77,6 +78,7 @@ class Settings:
     num_layers: int
     timeout_s: float
     virtual_ranks: int
+    settle_s: float = 0.0
     use_cuda_graph: bool = False
     autotune: bool = False
     rivals: bool = False
@@ -173,7 +175,14 @@ def _add_rivals(
 ) -> None:
     """Put the rivals' times beside the layer's: experts alone on one rank, the unfused chain over several."""
     specs = [
-        TimingSpec(point.mode, settings.warmup, settings.iters, MIN_FORWARDS_PER_GRAPH, settings.timeout_s)
+        TimingSpec(
+            mode=point.mode,
+            warmup=settings.warmup,
+            iters=settings.iters,
+            forwards_per_graph=MIN_FORWARDS_PER_GRAPH,
+            timeout_s=settings.timeout_s,
+            settle_s=settings.settle_s,
+        )
         for point in points
     ]
     if comm.size > 1:
@@ -348,6 +357,7 @@ def _measure(
             mode=point.mode,
             warmup=settings.warmup,
             iters=settings.iters,
+            settle_s=settings.settle_s,
             num_layers=len(layers),
             loads=tuple(step.load for step in steps),
             check=outcome.check,
@@ -392,6 +402,8 @@ def _check_and_time(
             iters=settings.iters,
             forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
             timeout_s=settings.timeout_s,
+            settle_s=settings.settle_s,
+            meet=_meeting_in(layers[0], comm),
         )
         timer = choose_timer(layers[0].engine_name, settings.use_cuda_graph)
         with marked(f"time {name}"), sampler, memory:
@@ -405,6 +417,20 @@ def _check_and_time(
     if settings.phases and check.has_passed:
         found = phases.measure(layers[0], lambda: forward(0), first, comm, settings.timeout_s)
     return _Outcome(check, bucket, timed, clocks, held, found)
+
+
+def forward_of_nothing(layer: MegaMoELayer) -> Callable[[], torch.Tensor]:
+    """A forward without tokens: the protocol alone, which no rank leaves before all have come. Collective."""
+    config, device = layer.config, layer.device
+    x = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
+    ids = torch.empty(0, config.top_k, dtype=torch.int64, device=device)
+    weights = torch.empty(0, config.top_k, dtype=torch.float32, device=device)
+    return lambda: layer.forward(x, ids, weights)
+
+
+def _meeting_in(layer: MegaMoELayer, comm: Communicator) -> Callable[[], object] | None:
+    """How several ranks' GPUs meet."""
+    return forward_of_nothing(layer) if comm.size > 1 and layer.device.type == "cuda" else None
 
 
 def _clock_reader(layer: MegaMoELayer, comm: Communicator) -> Callable[[], Reading] | None:

@@ -53,13 +53,22 @@ def merge(per_rank_us: Sequence[Sequence[float]]) -> Samples:
 
 @dataclass(frozen=True, slots=True)
 class TimingSpec:
-    """How often and with which barriers; `forwards_per_graph` matters to graph replays only."""
+    """How often and with which barriers.
+
+    Attributes:
+        forwards_per_graph: Of graph replays only.
+        settle_s: On a GPU, seconds of replays before the timed ones, at least: until then clocks and power still move.
+        meet: On a GPU in lockstep, work that no rank's GPU leaves before all have come to it; enqueued before every
+            iteration. A host barrier alone leaves the ranks apart by what their launches take.
+    """
 
     mode: Mode
     warmup: int
     iters: int
     forwards_per_graph: int
     timeout_s: float
+    settle_s: float = 0.0
+    meet: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

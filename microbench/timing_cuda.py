@@ -7,12 +7,18 @@ work counts only where the GPU waits for it. Ranks that share one GPU capture in
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 
 from microbench.timing import Forward, Mode, Timed, TimingSpec, merge
 from trtllm_megamoe.comm import Communicator
+
+_SETTLE_BATCH = 8
+
+MEETINGS = 8
+"""So many in a row last longer than the host needs to enqueue what is timed behind them."""
 
 
 def _new_event() -> torch.cuda.Event:
@@ -39,6 +45,17 @@ class _Stopwatch:
         return [1e3 * start.elapsed_time(end) for start, end in self._events]
 
 
+def _settle(once: Callable[[int], object], spec: TimingSpec, comm: Communicator) -> None:
+    """Untimed iterations for at least `settle_s`, the same number on all ranks."""
+    started = time.monotonic()
+    passed = 0.0
+    while passed < spec.settle_s:
+        for index in range(_SETTLE_BATCH):
+            once(index)
+        torch.cuda.synchronize()
+        passed = max(comm.allgather(time.monotonic() - started, spec.timeout_s))
+
+
 def _repeat(once: Callable[[int], None], spec: TimingSpec, comm: Communicator) -> None:
     """Warm-up and timed iterations, ranks meeting as the mode says; without a barrier they queue up on the GPU."""
     for index in range(spec.warmup + spec.iters):
@@ -48,10 +65,23 @@ def _repeat(once: Callable[[int], None], spec: TimingSpec, comm: Communicator) -
         once(index)
 
 
+def _meet(spec: TimingSpec) -> None:
+    """Enqueue the ranks' meeting on the GPU, where the mode has one."""
+    if spec.mode is Mode.LOCKSTEP and spec.meet is not None:
+        for _ in range(MEETINGS):
+            spec.meet()
+
+
 def time_eager(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
     """Each forward launched by the host. Collective."""
     watch = _Stopwatch()
-    _repeat(lambda index: watch.around(lambda: forward(index)), spec, comm)
+
+    def once(index: int) -> None:
+        _meet(spec)
+        watch.around(lambda: forward(index))
+
+    _settle(forward, spec, comm)
+    _repeat(once, spec, comm)
     mine = watch.microseconds()[spec.warmup :]
     return Timed(merge(comm.allgather(mine, spec.timeout_s)), forward(0))
 
@@ -61,7 +91,9 @@ def time_graph(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
     count = spec.forwards_per_graph
     for index in range(count):
         forward(index)  # capture needs everything loaded and allocated
-    graph = torch.cuda.CUDAGraph()
+    _meet(spec)
+    graph, meeting = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    has_meeting = spec.mode is Mode.LOCKSTEP and spec.meet is not None
     captured: list[torch.Tensor] = []
     # ranks in one process: a capture must not meet another one, nor a rank that allocates
     in_turns = comm.transport == "threads"
@@ -71,8 +103,18 @@ def time_graph(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
         if turn == comm.rank or not in_turns:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 captured += [forward(index) for index in range(count)]
+            if has_meeting:
+                with torch.cuda.graph(meeting, capture_error_mode="thread_local"):
+                    _meet(spec)
     comm.barrier(spec.timeout_s)
     watch = _Stopwatch()
-    _repeat(lambda _: comm.launch_together(lambda: watch.around(graph.replay), spec.timeout_s), spec, comm)
+
+    def replay() -> None:
+        if has_meeting:
+            meeting.replay()
+        watch.around(graph.replay)
+
+    _settle(lambda _: comm.launch_together(graph.replay, spec.timeout_s), spec, comm)
+    _repeat(lambda _: comm.launch_together(replay, spec.timeout_s), spec, comm)
     mine = [us / count for us in watch.microseconds()[spec.warmup :]]
     return Timed(merge(comm.allgather(mine, spec.timeout_s)), captured[0].clone(), count)

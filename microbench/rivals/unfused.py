@@ -87,6 +87,7 @@ class UnfusedChain:
             gate_up[index, inter:] = _decoded(source, expert, Projection.UP, device)
             down[index] = _decoded(source, expert, Projection.DOWN, device)
         self._gate_up, self._down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        self._meeting = torch.zeros(1, device=device)
         self._plan: _Plan | None = None
 
     def bind(self, x: torch.Tensor, batch: Batch, load: Load) -> None:
@@ -130,6 +131,10 @@ class UnfusedChain:
             arrived = torch._grouped_mm(hidden, self._down, offs=plan.ends, out_dtype=torch.bfloat16)
         home = self._exchange(arrived.index_select(0, plan.by_source), plan.received, plan.sent)
         return weighted_sum(home, plan.slots, plan.weights)
+
+    def meet(self) -> None:
+        """Work that no rank leaves before all have come. Collective; can be captured once it has run."""
+        dist.all_reduce(self._meeting, group=self._group)
 
     def close(self) -> None:
         """Give the communicator back. Collective."""

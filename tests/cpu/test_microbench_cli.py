@@ -243,7 +243,7 @@ def gpu_measurement(rows_per_expert: int = 64, us: tuple[float, ...] = (700.0, 6
         case=case, workload=workload, requested_rows=rows_per_expert, tokens_by_rank=(workload.tokens_per_rank,),
         combine_format=CombineFormat.BF16, activations=ActivationMode.BF16, requested_engine="cpu", engine="cpu",
         virtual_ranks=1, max_tokens_per_rank=workload.tokens_per_rank,
-        bucket=workload.tokens_per_rank, mode=Mode.BURST, warmup=1, iters=len(us),
+        bucket=workload.tokens_per_rank, mode=Mode.BURST, warmup=1, iters=len(us), settle_s=0.0,
         num_layers=1, loads=(load,), check=CheckResult(Verdict.VERIFIED, 1e-5, 1.0, 1e-3, 8, 8, 48),
         timing="cuda_graph", timed=Timed(merge([us]), torch.empty(0), 4), peaks=find_peaks("NVIDIA H200"),
         choice=CHOICE, clocks=CLOCKS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from microbench.timing import Mode, TimingSpec
-from microbench.timing_cuda import time_eager, time_graph
+from microbench.timing_cuda import MEETINGS, time_eager, time_graph
 from trtllm_megamoe.comm import Communicator, run_threads
 from trtllm_megamoe.tuning.runner import FORWARDS_PER_GRAPH, REPLAYS, time_replays
 
@@ -95,6 +96,47 @@ def test_time_graph_captures_in_turns_and_counts_the_slowest_rank(gpu: Gpu, mode
         assert timed.repeated.tolist() == [0.0, float(rank)]
     assert gpu.overlaps == 0
     assert gpu.num_replays == RANKS * 7
+
+
+@pytest.mark.parametrize("timer", [time_eager, time_graph])
+def test_ranks_meet_on_the_gpu_before_every_iteration_in_lockstep_only(gpu: Gpu, timer: Any) -> None:
+    """The meeting is enqueued before the window that is timed, and is not in it."""
+
+    def run(mode: Mode) -> tuple[Any, int]:
+        met: list[int] = []
+
+        def body(comm: Communicator) -> Any:
+            spec = TimingSpec(mode, 1, 3, 4, 20.0, meet=lambda: met.append(comm.rank))
+            return timer(lambda index: torch.tensor(float(index)), spec, comm)
+
+        return run_threads(2, body, WATCHDOG_S), len(met)
+
+    (_, none), (timed, some) = run(Mode.BURST), run(Mode.LOCKSTEP)
+    assert none == 0
+    each = 4 if timer is time_eager else 2  # every iteration; once to warm up and once to capture
+    assert some == 2 * each * MEETINGS
+    if timer is time_graph:
+        assert gpu.num_replays == 2 * (4 + 2 * 4), "in lockstep two graphs an iteration"
+        assert timed[0].samples.slowest_us == (2000 / 4,) * 3
+
+
+@pytest.mark.parametrize("timer", [time_eager, time_graph])
+def test_settling_takes_its_time_alike_on_all_ranks_and_is_not_counted(gpu: Gpu, timer: Any) -> None:
+    def body(comm: Communicator) -> Any:
+        calls: list[int] = []
+
+        def forward(index: int) -> torch.Tensor:
+            calls.append(index)
+            return torch.tensor(0.0)
+
+        started = time.monotonic()
+        timed = timer(forward, TimingSpec(Mode.BURST, 1, 3, 4, 20.0, settle_s=0.1), comm)
+        return len(calls), time.monotonic() - started, len(timed.samples.slowest_us)
+
+    (calls, seconds, samples), *others = run_threads(2, body, WATCHDOG_S)
+    assert seconds >= 0.1 and samples == 3
+    assert others[0][0] == calls and others[0][2] == samples
+    assert (calls if timer is time_eager else gpu.num_replays) > 4
 
 
 def test_time_eager_counts_each_forward(gpu: Gpu) -> None:
