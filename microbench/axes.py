@@ -12,6 +12,7 @@ from dataclasses import dataclass
 ROWS = "1,4,16,64,256,1024"
 FEWER_ROWS = "1,16,64,256,1024"
 TOKENS = "1,8,64,512,2048,8192"
+FEWER_TOKENS = "64,512,8192"
 _DEFAULT_PRESET = "deepseek-v4-pro"
 _PRESETS = (_DEFAULT_PRESET, "deepseek-v3", "qwen3-235b", "deepseek-v4-flash", "gpt-oss-120b")
 
@@ -71,14 +72,15 @@ def several_gpus(ranks: int) -> list[Axis]:
         return Axis(name, (*where, "--iters", "12", "--warmup", "3", *more))
 
     presets = (_DEFAULT_PRESET, "deepseek-v3", "deepseek-v4-flash")
+    both = ("--mode", "burst,lockstep")
     return [
-        *(at(f"tokens-{preset}", preset, TOKENS, "--mode", "burst,lockstep", "--rivals") for preset in presets),
+        *(at(f"tokens-{preset}", preset, TOKENS, *both, "--rivals") for preset in presets),
         Axis("links", ("links",)),
         at("phases", "deepseek-v3", "1,64,2048", "--phases"),
-        *(at(f"nvfp4-{preset}", preset, TOKENS, "--activations", "nvfp4") for preset in presets),
-        at("wires", "deepseek-v3", "64,512,8192", "--combine-format", "fp8,fp4"),
+        *(at(f"nvfp4-{preset}", preset, TOKENS, "--activations", "nvfp4", *both) for preset in presets),
+        *(at(f"wires-{preset}", preset, FEWER_TOKENS, "--combine-format", "fp8,fp4", *both) for preset in presets),
         at("routings", _DEFAULT_PRESET, "64,512,2048", "--routing", "zipf,hot-rank,zero-rank"),
-        at(REPEAT, _DEFAULT_PRESET, TOKENS, "--mode", "burst,lockstep", "--rivals"),
+        at(REPEAT, _DEFAULT_PRESET, TOKENS, *both, "--rivals"),
     ]
 
 

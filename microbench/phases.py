@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from microbench.timing import MEETINGS
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.layer import MegaMoELayer
 from vendored_kernels.timeline import CtaTimeline, read
@@ -82,12 +83,15 @@ def measure(
     expected: torch.Tensor,
     comm: Communicator,
     timeout_s: float,
+    meet: Callable[[], object] | None = None,
 ) -> dict[str, Any] | None:
     """Phases of the rank whose launch is the longest, the same on every rank.
 
     Args:
         forward: One forward of `layer` on inputs whose bucket was the latest.
         expected: What it returns without time stamps.
+        meet: What the ranks' GPUs meet in before each launch, see :class:`microbench.timing.TimingSpec`; else a rank's
+            dispatch contains how much later its peers launch.
 
     Returns:
         :func:`summarise` with `rank`; None where the bits differ from `expected` on any rank.
@@ -107,6 +111,9 @@ def measure(
             if buffer.is_cuda:
                 torch.cuda.synchronize()
             comm.barrier(timeout_s)
+            if meet is not None:
+                for _ in range(MEETINGS):
+                    meet()
             is_equal = torch.equal(forward(), expected) and is_equal  # waits for the launch
             if number:  # the first one meets what is cold
                 launches.append(read(buffer.tolist()))

@@ -415,7 +415,8 @@ def _check_and_time(
     clocks, held = comm.allgather((sampler.summary(), memory.summary()), settings.timeout_s)[0]
     found = None
     if settings.phases and check.has_passed:
-        found = phases.measure(layers[0], lambda: forward(0), first, comm, settings.timeout_s)
+        meet = _meeting_in(layers[0], comm)
+        found = phases.measure(layers[0], lambda: forward(0), first, comm, settings.timeout_s, meet)
     return _Outcome(check, bucket, timed, clocks, held, found)
 
 

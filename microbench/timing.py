@@ -17,6 +17,9 @@ import torch
 
 from trtllm_megamoe.comm import Communicator
 
+MEETINGS = 8
+"""So many in a row last longer than the host needs to enqueue what is timed behind them."""
+
 
 class Mode(str, enum.Enum):
     """Where the ranks meet: before every iteration, or once before the first (replays back to back)."""

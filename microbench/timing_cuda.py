@@ -12,14 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from microbench.timing import Forward, Mode, Timed, TimingSpec, merge
+from microbench.timing import MEETINGS, Forward, Mode, Timed, TimingSpec, merge
 from trtllm_megamoe.comm import Communicator
 
 _SETTLE_BATCH = 8
-
-MEETINGS = 8
-"""So many in a row last longer than the host needs to enqueue what is timed behind them."""
-
 
 def _new_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

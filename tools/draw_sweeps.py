@@ -264,7 +264,8 @@ def ranks_block(report: Mapping[str, Any]) -> str:
         title = "**Other wires and routings, 16-bit activations, us**"
         table = pivot(
             others, "tokens a rank", lambda row: row["tokens_per_rank"],
-            lambda row: f"{row['case']}, {row['routing']}, wire {row['combine_format']}", lambda row: cell(row, 1.0),
+            lambda row: f"{row['case']}, {row['routing']}, wire {row['combine_format']}, {row['mode']}",
+            lambda row: cell(row, 1.0),
         )  # fmt: skip
         lines += ["", title, "", table]
     for title, text in (

@@ -144,6 +144,7 @@ def main() -> int:
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "tools/multigpu_suite.py", *sys.argv[1:]]),
         "ranks": arguments.ranks,
+        "soak_launches": SOAK_LAUNCHES if "tests" in names else 0,
         "steps": [],
     }
     started = time.monotonic()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from microbench.timing import Mode, TimingSpec
-from microbench.timing_cuda import MEETINGS, time_eager, time_graph
+from microbench.timing import MEETINGS, Mode, TimingSpec
+from microbench.timing_cuda import time_eager, time_graph
 from trtllm_megamoe.comm import Communicator, run_threads
 from trtllm_megamoe.tuning.runner import FORWARDS_PER_GRAPH, REPLAYS, time_replays
 

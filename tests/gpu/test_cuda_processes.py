@@ -30,6 +30,20 @@ def _environment(ranks: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **overlap}
 
 
+def _check_survivors(directory: Path, ranks: int, outputs: list[str]) -> None:
+    """Every rank but the last has named the last one twice, in time, and gone on; `outputs` explain a miss."""
+    for rank in range(ranks - 1):
+        path = directory / f"rank{rank}.json"
+        assert path.is_file(), outputs
+        result = json.loads(path.read_text())
+        for event in ("absent", "killed"):
+            error = result[event]["error"]
+            # with three ranks or more another survivor may have given up first, and says for whom it waited
+            assert f"rank {ranks - 1}" in error and ("Timeout" in error or "Aborted" in error), result
+            assert result[event]["seconds"] < 10 * LIMIT_S, result
+        assert result["rebuilt_rel_l2"] < 3e-3 and result["fresh_rel_l2"] < 3e-3, result
+
+
 def test_dead_process_every_other_rank_names_it_in_time_and_goes_on(tmp_path: Path) -> None:
     """A rank that leaves a launch out, then one that is killed; see the program. `MEGAMOE_TEST_RANKS` says how many."""
     ranks = int(os.environ.get("MEGAMOE_TEST_RANKS", "2"))
@@ -49,16 +63,22 @@ def test_dead_process_every_other_rank_names_it_in_time_and_goes_on(tmp_path: Pa
         for process in processes:
             process.kill()
     assert processes[-1].returncode == -9, outputs[-1]
-    for rank in range(ranks - 1):
-        path = tmp_path / f"rank{rank}.json"
-        assert path.is_file(), outputs[rank]
-        result = json.loads(path.read_text())
-        for event in ("absent", "killed"):
-            error = result[event]["error"]
-            # with three ranks or more another survivor may have given up first, and says for whom it waited
-            assert f"rank {ranks - 1}" in error and ("Timeout" in error or "Aborted" in error), result
-            assert result[event]["seconds"] < 10 * LIMIT_S, result
-        assert result["rebuilt_rel_l2"] < 3e-3 and result["fresh_rel_l2"] < 3e-3, result
+    _check_survivors(tmp_path, ranks, outputs)
+
+
+def test_dead_process_under_mpirun_every_other_rank_names_it_in_time_and_goes_on(tmp_path: Path) -> None:
+    """The same ranks started by mpirun, which is told not to end the survivors itself."""
+    ranks = int(os.environ.get("MEGAMOE_TEST_RANKS", "2"))
+    command = mpirun_command(ranks, ["-m", "tests.helpers.dead_rank_program", str(tmp_path)])
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
+    command[1:1] = ["--enable-recovery" if " 4." in version.splitlines()[0] else "--continuous"]
+    environment = mpirun_environment(ranks, _environment(ranks))
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        output = job.communicate(timeout=WATCHDOG_S)[0].decode()
+    finally:
+        job.terminate()
+    _check_survivors(tmp_path, ranks, [output])
 
 
 def test_eight_processes_on_one_gpu_give_the_bits_of_one_rank() -> None:

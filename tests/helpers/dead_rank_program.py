@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of layers whose last rank fails: `python -m THIS_MODULE OUT_DIR`, under torchrun's variables.
+"""One rank of layers whose last rank fails: `python -m THIS_MODULE OUT_DIR`, under mpirun or torchrun's variables.
 
 First the last rank leaves a launch out; every other rank must get an error that names it within the limit, and all of
 them build a new layer together. Then it is killed: the same error in time, and a survivor builds a layer of its own.
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from tests.helpers.layer_cases import LayerCase, make_case, oracle_of
-from trtllm_megamoe.comm import Communicator, single, torch_distributed
+from trtllm_megamoe.comm import Communicator, mpi, single, torch_distributed
+from trtllm_megamoe.comm.launch import detect
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.errors import MegaMoeError
 from trtllm_megamoe.layer import MegaMoELayer
@@ -108,10 +109,10 @@ class Program:
 
 
 def main() -> None:
-    program = Program(Path(sys.argv[1]), torch_distributed(WAIT_S))
+    program = Program(Path(sys.argv[1]), mpi() if detect().is_launched else torch_distributed(WAIT_S))
     program.leave_one_out()
     program.kill()
-    os._exit(0)  # a process group with a dead member would wait for it
+    os._exit(0)  # MPI or a process group with a dead member would wait for it
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_report_over_gpus_shows_floor_chain_links_and_what_failed(tmp_path: Path
     assert "| floor of these GPUs | 400 | 400 |" in text
     assert "| this layer, 16-bit activations, burst | 500 | wrong |" in text
     assert "| this layer, 16-bit activations, lockstep | 520 |  |" in text and "| chain | 700 |  |" in text
-    assert "| deepseek-v3, uniform, wire fp4 | 300 |" in text
+    assert "| deepseek-v3, uniform, wire fp4, burst | 300 |" in text
     assert "| a flag, one way | 1.23 us |" in text and "| copy_gbs | not measured: why |" in text
     assert "| the layer together, 1 token(s) a rank |  |" in text
     assert draw_results.newest_ranks(tmp_path / "none") is None
