@@ -17,6 +17,7 @@ from trtllm_megamoe.comm import Communicator
 
 _SETTLE_BATCH = 8
 
+
 def _new_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
