@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from microbench.timing import MEETINGS
+from microbench.timing_cuda import meeting_of
 from trtllm_megamoe.comm import Communicator
 from trtllm_megamoe.layer import MegaMoELayer
-from vendored_kernels.timeline import CtaTimeline, read
+from vendored_kernels.timeline import EVENT_NAMES, CtaTimeline, read
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ def summarise(launches: Sequence[Sequence[CtaTimeline]]) -> dict[str, Any]:
 
     Returns:
         `total_us` and, by phase, `spans_us`: least, median and most of any CTA. `spans_us` is None where a CTA ran
-        more tiles than the buffer keeps.
+        more tiles than the buffer keeps. `events_us`: when, since the launch's first CTA entered, the events of
+        `vendored_kernels/timeline.py` came, over the CTAs that have them.
     """
 
     def medians(spreads: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -67,10 +68,16 @@ def summarise(launches: Sequence[Sequence[CtaTimeline]]) -> dict[str, Any]:
     spans = [[spans_of(cta) for cta in launch] for launch in launches]
     known = [[span for span in launch if span is not None] for launch in spans]
     is_whole = all(len(kept) == len(launch) for kept, launch in zip(known, launches, strict=True))
+    events = {
+        name: [[cta.events[name] for cta in launch if name in cta.events] for launch in launches]
+        for name in EVENT_NAMES.values()
+        if all(any(name in cta.events for cta in launch) for launch in launches)
+    }
     return {
         "launches": len(launches),
         "ctas": len(launches[0]),
         "total_us": medians([_spread(cta.events["left"] - cta.entered for cta in launch) for launch in launches]),
+        "events_us": {name: medians([_spread(times) for times in found]) for name, found in events.items()},
         "spans_us": {name: medians([_spread(span[name] for span in launch) for launch in known]) for name in PHASES}
         if is_whole
         else None,
@@ -103,6 +110,7 @@ def measure(
     """
     bucket = layer.last_bucket
     assert bucket is not None  # there was a forward
+    meeting = None if meet is None else meeting_of(meet, comm, timeout_s)
     launches: list[list[CtaTimeline]] = []
     is_equal = True
     with layer.engine.record_timeline(bucket) as buffer:
@@ -111,9 +119,8 @@ def measure(
             if buffer.is_cuda:
                 torch.cuda.synchronize()
             comm.barrier(timeout_s)
-            if meet is not None:
-                for _ in range(MEETINGS):
-                    meet()
+            if meeting is not None:
+                comm.launch_together(meeting, timeout_s)
             is_equal = torch.equal(forward(), expected) and is_equal  # waits for the launch
             if number:  # the first one meets what is cold
                 launches.append(read(buffer.tolist()))

@@ -62,19 +62,44 @@ def _repeat(once: Callable[[int], None], spec: TimingSpec, comm: Communicator) -
         once(index)
 
 
-def _meet(spec: TimingSpec) -> None:
-    """Enqueue the ranks' meeting on the GPU, where the mode has one."""
-    if spec.mode is Mode.LOCKSTEP and spec.meet is not None:
-        for _ in range(MEETINGS):
-            spec.meet()
+def _capture(enqueue: Callable[[], object], comm: Communicator, timeout_s: float) -> torch.cuda.CUDAGraph:
+    """Collective. Ranks in one process take turns: a capture must not meet another one, nor a rank that allocates."""
+    graph = torch.cuda.CUDAGraph()
+    in_turns = comm.transport == "threads"
+    torch.cuda.synchronize()
+    for turn in range(comm.size if in_turns else 1):
+        comm.barrier(timeout_s)
+        if turn == comm.rank or not in_turns:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                enqueue()
+    comm.barrier(timeout_s)
+    return graph
+
+
+def meeting_of(meet: Callable[[], object], comm: Communicator, timeout_s: float) -> Callable[[], None]:
+    """Enqueues a meeting of the ranks' GPUs that lasts until the host has enqueued what follows. Collective.
+
+    Args:
+        meet: Work that no rank's GPU leaves before all have come. Captured, so that the host is far ahead of it.
+    """
+    meet()  # capture needs everything loaded
+    return _capture(lambda: [meet() for _ in range(MEETINGS)], comm, timeout_s).replay
+
+
+def _meeting_in(spec: TimingSpec, comm: Communicator) -> Callable[[], None] | None:
+    """The meeting before every iteration, where the mode has one."""
+    if spec.mode is not Mode.LOCKSTEP or spec.meet is None:
+        return None
+    return meeting_of(spec.meet, comm, spec.timeout_s)
 
 
 def time_eager(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
     """Each forward launched by the host. Collective."""
-    watch = _Stopwatch()
+    watch, meeting = _Stopwatch(), _meeting_in(spec, comm)
 
     def once(index: int) -> None:
-        _meet(spec)
+        if meeting is not None:
+            comm.launch_together(meeting, spec.timeout_s)
         watch.around(lambda: forward(index))
 
     _settle(forward, spec, comm)
@@ -88,27 +113,13 @@ def time_graph(forward: Forward, spec: TimingSpec, comm: Communicator) -> Timed:
     count = spec.forwards_per_graph
     for index in range(count):
         forward(index)  # capture needs everything loaded and allocated
-    _meet(spec)
-    graph, meeting = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    has_meeting = spec.mode is Mode.LOCKSTEP and spec.meet is not None
     captured: list[torch.Tensor] = []
-    # ranks in one process: a capture must not meet another one, nor a rank that allocates
-    in_turns = comm.transport == "threads"
-    torch.cuda.synchronize()
-    for turn in range(comm.size if in_turns else 1):
-        comm.barrier(spec.timeout_s)
-        if turn == comm.rank or not in_turns:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                captured += [forward(index) for index in range(count)]
-            if has_meeting:
-                with torch.cuda.graph(meeting, capture_error_mode="thread_local"):
-                    _meet(spec)
-    comm.barrier(spec.timeout_s)
-    watch = _Stopwatch()
+    graph = _capture(lambda: captured.extend(forward(index) for index in range(count)), comm, spec.timeout_s)
+    watch, meeting = _Stopwatch(), _meeting_in(spec, comm)
 
     def replay() -> None:
-        if has_meeting:
-            meeting.replay()
+        if meeting is not None:
+            meeting()
         watch.around(graph.replay)
 
     _settle(lambda _: comm.launch_together(graph.replay, spec.timeout_s), spec, comm)

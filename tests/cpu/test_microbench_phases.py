@@ -47,6 +47,9 @@ def test_summary_is_over_ctas_and_then_over_launches() -> None:
     assert (found["launches"], found["ctas"]) == (3, 2)
     assert found["total_us"] == {"min": 5.3, "p50": pytest.approx((9.4 + 5.3) / 2), "max": 9.4}
     assert found["spans_us"]["reduce"] == {"min": 0.1, "p50": pytest.approx(2.3), "max": 4.5}
+    assert found["events_us"]["staged"] == {"min": 0.3, "p50": 0.3, "max": 0.3}, "of the one CTA that has it"
+    assert found["events_us"]["left"] == {"min": 5.3, "p50": pytest.approx((9.5 + 5.3) / 2), "max": 9.5}
+    assert set(found["events_us"]) == {"staged", "tiles_done", "returned", "left"}
     cut = CtaTimeline(0.0, {"left": 9.0}, ((1.0, 2.0, False),), timeline.TRACE_TILES + 1)
     assert summarise([[cut, IDLE]])["spans_us"] is None, "tiles that were not kept cannot be told apart"
 

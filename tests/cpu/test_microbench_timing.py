@@ -113,10 +113,10 @@ def test_ranks_meet_on_the_gpu_before_every_iteration_in_lockstep_only(gpu: Gpu,
 
     (_, none), (timed, some) = run(Mode.BURST), run(Mode.LOCKSTEP)
     assert none == 0
-    each = 4 if timer is time_eager else 2  # every iteration; once to warm up and once to capture
-    assert some == 2 * each * MEETINGS
+    assert some == 2 * (1 + MEETINGS), "once to warm up, then captured"
+    replays = (0, 4) if timer is time_eager else (4, 2 * 4)
+    assert gpu.num_replays == 2 * sum(replays), "in lockstep a meeting more in every iteration"
     if timer is time_graph:
-        assert gpu.num_replays == 2 * (4 + 2 * 4), "in lockstep two graphs an iteration"
         assert timed[0].samples.slowest_us == (2000 / 4,) * 3
 
 
