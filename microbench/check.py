@@ -25,6 +25,7 @@ from trtllm_megamoe.selftest.checks import tolerance_of
 logger = logging.getLogger(__name__)
 
 MIN_EXPERTS_TOUCHED = 8
+QUANTISED_SAMPLES = 8
 _ORACLE_ROUTE_FLOPS = 2e10  # about ten seconds of float64 matmul on one core
 _ORACLE_EXPERT_VALUES = 2e8  # weights decoded to float64, about as long
 
@@ -70,8 +71,13 @@ def sample_tokens(topk_ids: torch.Tensor, num_samples: int) -> torch.Tensor:
     return pool[torch.arange(count) * pool.numel() // max(count, 1)]
 
 
-def choose_samples(source: WeightSource, batch: Batch, comm: Communicator, timeout_s: float) -> torch.Tensor:
+def choose_samples(
+    source: WeightSource, batch: Batch, combine_format: CombineFormat, comm: Communicator, timeout_s: float
+) -> torch.Tensor:
     """Tokens of this rank to check: all of them where that is cheap, else enough for eight experts over all ranks.
+
+    A quantised wire is checked on several tokens of each rank: a sum that ends beside a rounding boundary moves one
+    code by a whole step, so the error of one row alone scatters by half of itself.
 
     Collective: yes.
     """
@@ -85,7 +91,7 @@ def choose_samples(source: WeightSource, batch: Batch, comm: Communicator, timeo
     if most_tokens <= affordable and reachable * values <= _ORACLE_EXPERT_VALUES:
         return torch.arange(batch.topk_ids.shape[0])
     wanted = min(MIN_EXPERTS_TOUCHED, reachable)
-    num_samples = 1
+    num_samples = 1 if combine_format is CombineFormat.BF16 else QUANTISED_SAMPLES
     while True:
         picked = sample_tokens(batch.topk_ids, num_samples)
         ids = batch.topk_ids[picked]
@@ -131,7 +137,7 @@ def check_output(
 
     Collective: yes.
     """
-    picked = choose_samples(source, batch, comm, timeout_s)
+    picked = choose_samples(source, batch, combine_format, comm, timeout_s)
     mine = _check_rank(out, x, batch, picked, source, activations, combine_format)
     ranks: list[_RankCheck] = comm.allgather(mine, timeout_s)
     errors = [part.rel_l2 for part in ranks if part.rel_l2 is not None]

@@ -13,7 +13,14 @@ import torch
 from microbench import check as check_module
 from microbench import runner as runner_module
 from microbench.cases import Case, preset_case
-from microbench.check import CheckResult, Verdict, check_output, choose_samples, sample_tokens
+from microbench.check import (
+    QUANTISED_SAMPLES,
+    CheckResult,
+    Verdict,
+    check_output,
+    choose_samples,
+    sample_tokens,
+)
 from microbench.routing import Batch, RoutingName, by_tokens, route
 from microbench.runner import Point, Settings, run_points
 from microbench.sources import SyntheticSource
@@ -154,7 +161,9 @@ def test_choose_samples_large_layer_touches_eight_experts(
 
     def body(comm: Communicator) -> set[int]:
         batch = route(workload, comm.rank)
-        picked = choose_samples(source, batch, comm, WAIT_S)
+        quantised = choose_samples(source, batch, CombineFormat.FP4, comm, WAIT_S)
+        assert quantised.numel() == min(QUANTISED_SAMPLES, batch.topk_ids.shape[0])
+        picked = choose_samples(source, batch, CombineFormat.BF16, comm, WAIT_S)
         assert picked.numel() <= 8
         return set(batch.topk_ids[picked].flatten().tolist())
 
