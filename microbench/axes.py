@@ -14,7 +14,8 @@ FEWER_ROWS = "1,16,64,256,1024"
 TOKENS = "1,8,64,512,2048,8192"
 FEWER_TOKENS = "64,512,8192"
 _DEFAULT_PRESET = "deepseek-v4-pro"
-_PRESETS = (_DEFAULT_PRESET, "deepseek-v3", "qwen3-235b", "deepseek-v4-flash", "gpt-oss-120b")
+_WITH_RIVALS = (_DEFAULT_PRESET, "deepseek-v3", "qwen3-235b")
+_PRESETS = (*_WITH_RIVALS, "deepseek-v4-flash", "gpt-oss-120b")
 
 REPEAT = "repeat"
 """The same command as an earlier axis, later in the same run: how far two runs of one command agree."""
@@ -50,10 +51,12 @@ def one_gpu() -> list[Axis]:
         return Axis(name, (*where, *more))
 
     return [
-        *(at(f"rows-{preset}", ROWS, preset=preset) for preset in _PRESETS),
+        *(at(f"rows-{preset}", ROWS, "--rivals", preset=preset) for preset in _WITH_RIVALS),
+        *(at(f"zipf-{preset}", FEWER_ROWS, "--routing", "zipf", "--rivals", preset=preset) for preset in _WITH_RIVALS),
+        *(at(f"rows-{preset}", ROWS, preset=preset) for preset in _PRESETS if preset not in _WITH_RIVALS),
         *(at(f"nvfp4-{preset}", FEWER_ROWS, "--activations", "nvfp4", preset=preset) for preset in _PRESETS),
         at("routings", "16,64,256", "--routing", "random,zipf,hot-expert"),
-        at(REPEAT, ROWS),
+        at(REPEAT, ROWS, "--rivals"),
         at("wires", "16,64,1024", "--combine-format", "fp8,fp4"),
         at("phases", "1,16,256", "--phases"),
         at("lockstep", "1,16,64,256", "--mode", "lockstep"),

@@ -7,8 +7,8 @@
 
 The newest file of microbench/results/hopper that holds a part (`bench`, `rivals`) counts, by its date; of a sweep on
 one GPU the directory microbench/results/sweep as `microbench sweep --out` left it, which then gives the presets' tables
-as well; of several GPUs the newest report of tools/multigpu_suite.py in microbench/results/multigpu. No number of a
-table is written by hand.
+as well, and the rivals' where it was run with them; of several GPUs the newest report of tools/multigpu_suite.py for
+each number of GPUs in microbench/results/multigpu. No number of a table is written by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.draw_sweeps import bench_rows, ranks_block, sweep_block
+from tools.draw_sweeps import bench_rows, ranks_block, rival_rows, sweep_block
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "microbench/results/hopper"
@@ -94,19 +94,30 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def sweep_part(directory: Path = SWEEP) -> Part | None:
-    """The presets' rows of a sweep, as the GPU suite has them; None without a sweep."""
+def sweep_parts(directory: Path = SWEEP) -> tuple[Part | None, Part | None]:
+    """A sweep's rows of the presets and of the rivals beside them, as the GPU suite has them; None for what is not."""
     document = read(directory / "sweep.json")
     if document is None:
-        return None
+        return None, None
     environment = {**document["env"], "cutlass_dsl": document["env"]["kernel_dsl"]}
-    return Part(environment, document["command"], bench_rows(document, PRESETS))
+    rivals = rival_rows(document, PRESETS)
+    return (
+        Part(environment, document["command"], bench_rows(document, PRESETS)),
+        Part(environment, document["command"], rivals) if rivals else None,
+    )
 
 
-def newest_ranks(directory: Path = RANKS) -> Any:
-    """The newest report over several GPUs, or None."""
+def parts(directory: Path = RESULTS) -> tuple[Part, Part]:
+    """This layer's rows and the rivals', the sweep's where it has them."""
+    bench, rivals = sweep_parts()
+    return bench or newest("bench", directory), rivals or newest("rivals", directory)
+
+
+def newest_ranks(directory: Path = RANKS) -> list[Any]:
+    """The newest report over several GPUs for each number of them, the most GPUs first."""
     reports = [document for path in sorted(directory.glob("*.json")) if "steps" in (document := read(path))]
-    return max(reports, key=lambda report: str(report["date_utc"]), default=None)
+    latest = {report["ranks"]: report for report in sorted(reports, key=lambda report: str(report["date_utc"]))}
+    return [latest[ranks] for ranks in sorted(latest, reverse=True)]
 
 
 def number(value: float) -> str:
@@ -235,9 +246,9 @@ def sweep_text(directory: Path = SWEEP) -> str:
 
 def documents(directory: Path = RESULTS) -> dict[Path, str]:
     """Every drawn document as the results want it."""
-    bench, rivals = sweep_part() or newest("bench", directory), newest("rivals", directory)
-    report = newest_ranks()
-    over_ranks = "The suite for several GPUs has not been run." if report is None else ranks_block(report)
+    bench, rivals = parts(directory)
+    blocks = [f"### {report['ranks']} GPUs\n\n{ranks_block(report)}" for report in newest_ranks()]
+    over_ranks = "\n\n".join(blocks) or "The suite for several GPUs has not been run."
     readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks.md"))
     page = replaced(page, benchmarks_block(bench, rivals))
     page = replaced(replaced(page, sweep_text(), "sweep "), over_ranks, "ranks ")
@@ -288,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.check:
                 path.write_text(text, encoding="utf-8")
     if options.figure and not options.check:
-        draw_figure(sweep_part() or newest("bench"), newest("rivals"), FIGURE)
+        draw_figure(*parts(), FIGURE)
     print(f"{'not up to date' if options.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
     return 1 if options.check and stale else 0
 

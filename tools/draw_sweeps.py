@@ -73,7 +73,7 @@ def _is_default(row: Row, **changed: Any) -> bool:
 
 
 def bench_rows(document: Mapping[str, Any], shapes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Default points of every preset in the fields of the GPU suite's `bench` part; `shapes`: preset -> name there."""
+    """Every preset's points in the fields of the GPU suite's `bench` part; `shapes`: preset -> name there."""
     return [
         {
             "shape": shapes[row["case"]],
@@ -85,9 +85,32 @@ def bench_rows(document: Mapping[str, Any], shapes: Mapping[str, str]) -> list[d
             "ok": True,
         }
         for row in document["rows"]
-        if row["case"] in shapes and row["share_of_ep"] > 1 and row["us"] is not None and row["sol_us"] is not None
-        and _is_default(row)
+        if _is_shown(row, shapes) and row["us"] is not None
     ]  # fmt: skip
+
+
+def rival_rows(document: Mapping[str, Any], shapes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The rivals beside these points, in the fields of the GPU suite's `rivals` part."""
+    return [
+        {
+            **rival,
+            "shape": shapes[row["case"]],
+            "routing": row["routing"],
+            "rows": row["requested_rows_per_expert"],
+            "floor_ms": row["sol_us"] / 1e3,
+            "sustained_ms": None if rival["us"] is None else rival["us"]["p50"] / 1e3,
+            "ok": rival["status"] == "ok",
+        }
+        for row in document["rows"]
+        if _is_shown(row, shapes)
+        for rival in row["rivals"]
+    ]
+
+
+def _is_shown(row: Row, shapes: Mapping[str, str]) -> bool:
+    """Whether a row belongs to the presets' tables: one rank's share, uniform or Zipf, else as the default point."""
+    is_share = row["case"] in shapes and row["share_of_ep"] > 1 and row["sol_us"] is not None
+    return is_share and row["routing"] in ("uniform", "zipf") and _is_default(row, routing=row["routing"])
 
 
 def other_axes(rows: Sequence[Row]) -> str:
@@ -132,6 +155,18 @@ def phase_table(rows: Sequence[Row]) -> str:
             ]
             lines.append([f"{row['case']}, {row['ep_size']} rank(s), {row['tokens_per_rank']} tokens each", *shown])
     return markdown(["one launch, us, median / longest CTA", "total", *PHASES], lines) if lines else ""
+
+
+def event_table(rows: Sequence[Row]) -> str:
+    """When the events of a launch came on the rank whose launch was the longest: earliest / middle / latest CTA, us."""
+    shown = [row for row in rows if row["phases"] is not None and row["phases"].get("events_us")]
+    names = dict.fromkeys(name for row in shown for name in row["phases"]["events_us"])
+    lines = []
+    for row in shown:
+        spreads = [row["phases"]["events_us"].get(name) for name in names]
+        texts = ["" if s is None else " / ".join(number(s[key]) for key in ("min", "p50", "max")) for s in spreads]
+        lines.append([f"{row['case']}, {row['ep_size']} rank(s), {row['tokens_per_rank']} tokens each", *texts])
+    return markdown(["us since the first CTA entered", *names], lines) if lines else ""
 
 
 def agreement_text(found: Mapping[str, Any] | None) -> str:
@@ -270,6 +305,7 @@ def ranks_block(report: Mapping[str, Any]) -> str:
         lines += ["", title, "", table]
     for title, text in (
         ("Where one launch spends its time, the slowest rank", phase_table(rows)),
+        ("When, earliest / middle / latest CTA of that rank (vendored_kernels/timeline.py)", event_table(rows)),
         ("Links", links_text(results["links"]) if "links" in results else ""),
     ):
         lines += ["", f"**{title}**", "", text] if text else []

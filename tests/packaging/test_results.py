@@ -116,11 +116,15 @@ SPAN = {"min": 1.0, "p50": 2.5, "max": 12.34}
 
 
 def test_sweep_gives_the_presets_tables_and_the_rest_of_its_page(tmp_path: Path) -> None:
+    beside = [
+        {"rival": "grouped", "status": "ok", "check": None, "us": {"p50": 1500.0}},
+        {"rival": "indexed", "status": "failed", "check": None, "us": None},
+    ]
     rows = [
         swept("deepseek-v4-pro", 1, 430.0),
         swept("deepseek-v4-pro", 64, 1234.0),
         swept("deepseek-v4-pro", 64, 800.0, activations="nvfp4"),
-        swept("deepseek-v4-pro", 64, 900.0, routing="zipf"),
+        swept("deepseek-v4-pro", 64, 900.0, routing="zipf", rivals=beside),
         swept("deepseek-v4-pro", 64, 810.0, combine_format="fp8"),
         swept("deepseek-v4-pro", 64, 850.0, timing="eager"),
         swept("deepseek-v4-pro", 1024, None),
@@ -133,10 +137,13 @@ def test_sweep_gives_the_presets_tables_and_the_rest_of_its_page(tmp_path: Path)
     (tmp_path / "axes.json").write_text(json.dumps(outcomes))
     bands = [{"bound_pct": 3.0, "rows": 3, "within": 2, "worst_pct": 3.4}, {"bound_pct": 10.0, "rows": 0, "within": 0}]
     (tmp_path / "agreement.json").write_text(json.dumps({"bands": bands, "outside": [], "agrees": False}))
-    part = draw_results.sweep_part(tmp_path)
-    assert part is not None
+    part, rivals = draw_results.sweep_parts(tmp_path)
+    assert part is not None and rivals is not None
+    assert [(row["rival"], row["rows"], row["routing"], row["sustained_ms"]) for row in rivals.rows] == [
+        ("grouped", 64, "zipf", 1.5), ("indexed", 64, "zipf", None),
+    ]  # fmt: skip
     assert [(row["rows"], row["mode"], row["sustained_ms"]) for row in part.rows] == [
-        (1, "bf16", 0.43), (64, "bf16", 1.234), (64, "nvfp4", 0.8),
+        (1, "bf16", 0.43), (64, "bf16", 1.234), (64, "nvfp4", 0.8), (64, "bf16", 0.9),
     ], "neither other axes nor ranks nor split launches"  # fmt: skip
     text = readme_block(part, Part(ENVIRONMENT, "rivals", []))
     assert "`python -m microbench sweep`" in text and "CuTe DSL 4.8.1" in text and "| 0.430 | 1.23 |" in text
@@ -155,12 +162,14 @@ def test_sweep_gives_the_presets_tables_and_the_rest_of_its_page(tmp_path: Path)
 def test_report_over_gpus_shows_floor_chain_links_and_what_failed(tmp_path: Path) -> None:
     chain = {"rival": "chain", "status": "ok", "check": {"verdict": "verified"}, "us": {"p50": 700.0}}
     over = {"ep_size": 2, "share_of_ep": 1, "num_experts": 96}
+    phases = {"total_us": SPAN, "spans_us": dict.fromkeys(PHASES, SPAN), "events_us": {"cells": SPAN, "left": SPAN}}
     rows = [
         swept("deepseek-v4-pro", 8, 500.0, tokens_per_rank=64, rivals=[chain], **over),
         swept("deepseek-v4-pro", 8, 520.0, tokens_per_rank=64, mode="lockstep", **over),
         swept("deepseek-v4-pro", 8, 510.0, tokens_per_rank=64, activations="nvfp4", **over),
         swept("deepseek-v4-pro", 8, None, tokens_per_rank=512, **over),
         swept("deepseek-v3", 8, 300.0, tokens_per_rank=64, combine_format="fp4", **over),
+        swept("deepseek-v3", 8, 310.0, tokens_per_rank=64, phases=phases, **over),
     ]
     links = {
         "flag_us": 1.234, "load_ns": {"own": 600.0, "peer": 1500.0}, "copy_gbs": None, "skipped": {"copy_gbs": "why"},
@@ -176,14 +185,16 @@ def test_report_over_gpus_shows_floor_chain_links_and_what_failed(tmp_path: Path
     (tmp_path / "suite.json").write_text(json.dumps(report))
     (tmp_path / "old.json").write_text(json.dumps({**report, "date_utc": "2026-12-01", "ranks": 4}))
     (tmp_path / "plain.json").write_text(json.dumps({"schema": "megamoe-bench/1", "rows": []}))
+    (tmp_path / "older.json").write_text(json.dumps({**report, "date_utc": "2026-11-01"}))
     found = draw_results.newest_ranks(tmp_path)
-    assert found["ranks"] == 2
-    text = ranks_block(found)
+    assert [(one["ranks"], one["date_utc"][:10]) for one in found] == [(4, "2026-12-01"), (2, "2026-12-02")]
+    text = ranks_block(found[1])
     assert "- tests: passed, 40 s; 12 passed in 30 s" in text and "- dead-rank: FAILED (killed after 60 s)" in text
     assert "| floor of these GPUs | 400 | 400 |" in text
     assert "| this layer, 16-bit activations, burst | 500 | wrong |" in text
     assert "| this layer, 16-bit activations, lockstep | 520 |  |" in text and "| chain | 700 |  |" in text
     assert "| deepseek-v3, uniform, wire fp4, burst | 300 |" in text
+    assert "| us since the first CTA entered | cells | left |" in text and "| 1.00 / 2.50 / 12.3 |" in text
     assert "| a flag, one way | 1.23 us |" in text and "| copy_gbs | not measured: why |" in text
     assert "| the layer together, 1 token(s) a rank |  |" in text
-    assert draw_results.newest_ranks(tmp_path / "none") is None
+    assert draw_results.newest_ranks(tmp_path / "none") == []
