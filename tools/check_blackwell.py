@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vendored_kernels.sm90.config import LayerSpec
+from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.sm100.config import (
     K_ATOM,
     K_STAGE,

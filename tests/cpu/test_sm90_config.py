@@ -15,18 +15,10 @@ from hypothesis import strategies as st
 from tools.check_kernels import WINDOW, expected_wgmma, lint_ptx
 from trtllm_megamoe.presets import PRESETS
 from vendored_kernels import launch, registry
+from vendored_kernels.common.layer import KernelConfigError, LayerSpec
 from vendored_kernels.common.units import HELD_INDICES
 from vendored_kernels.launch import ADDRESSES, NUMBERS, Launch
-from vendored_kernels.sm90.config import (
-    MAX_SHARED_BYTES,
-    REGISTER_FILE,
-    TILES,
-    KernelConfig,
-    KernelConfigError,
-    LayerSpec,
-    TileConfig,
-    choose_tile,
-)
+from vendored_kernels.sm90.config import MAX_SHARED_BYTES, REGISTER_FILE, TILES, KernelConfig, TileConfig, choose_tile
 
 LAYER = LayerSpec(1024, 512, 13, 6, "nvfp4")
 

@@ -18,14 +18,13 @@ from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
 from .routing import load_expert
-from .sites import FAULT_RETURN, SITE_HEADER
+from .sites import FAULT_RETURN, SITE_HEADER, SITE_STAGED
 from .tiles import TABLE_BARRIER, TableOffsets
 from .units import DISPATCH_WARPS, HELD_INDICES, READY_ROWS, SINGLE_WARPS
 from .waits import (
     COUNT_BITS,
     LAUNCH,
     RANK,
-    SITE_STAGED,
     record_failure,
     wait_at_least,
     wait_for_cell,
@@ -418,7 +417,7 @@ def rows_of(
     if lane < cfg.layer.ep_size:
         first = row0 - ptx.lds32(table + tab.first_row + expert * 4)
         columns = const_expr(cfg.return_pieces)
-        rest = cfg.layer.fc2_records - row_tile * columns
+        rest = cfg.layer.result_pieces - row_tile * columns
         count = rows_of_source(cfg, ex, expert, first, valid, lane) * (rest if rest < columns else Int32(columns))
     return count
 
@@ -442,7 +441,7 @@ def wait_for_own_rows(cfg, ex: Int32, control: Int32, returns_at: Int64, expecte
     at = const_expr(ExchangeOffsets(cfg))
     ranks = const_expr(cfg.layer.ep_size)
     if lane < ranks:
-        sent = Int64(ptx.lds32(ex + at.sent + lane * 4)) * Int64(cfg.layer.fc2_records)
+        sent = Int64(ptx.lds32(ex + at.sent + lane * 4)) * Int64(cfg.layer.result_pieces)
         target = ptx.ldg64(expected + Int64(lane) * 8) + sent
         counter = ptx.lds64(ex + at.peers + ptx.lds32(control + RANK) * 8) + returns_at + Int64(lane) * 8
         wait_for_returns(counter, target, control, ranks, lane)
@@ -455,4 +454,4 @@ def advance_expected(cfg, ex: Int32, expected: Int64):
     at = const_expr(ExchangeOffsets(cfg))
     for r in cutlass.range(cfg.layer.ep_size, unroll=1):
         cell = expected + Int64(r) * 8
-        ptx.stg64(cell, ptx.ldg64(cell) + Int64(ptx.lds32(ex + at.sent + r * 4)) * Int64(cfg.layer.fc2_records))
+        ptx.stg64(cell, ptx.ldg64(cell) + Int64(ptx.lds32(ex + at.sent + r * 4)) * Int64(cfg.layer.result_pieces))

@@ -12,22 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
-from .sites import SITE_CELLS, SITE_FC1, SITE_FC2, SITE_HEADER, SITE_PEER, SITE_POOL, SITE_RETURNS, SITE_STAGED
-
-__all__ = [
-    "SITE_CELLS",
-    "SITE_FC1",
-    "SITE_FC2",
-    "SITE_HEADER",
-    "SITE_POOL",
-    "SITE_RETURNS",
-    "SITE_STAGED",
-    "record_departure",
-    "record_failure",
-    "wait_at_least",
-    "wait_for_cell",
-    "wait_for_returns",
-]
+from .sites import SITE_CELLS, SITE_PEER, SITE_RETURNS
 
 POLLS_PER_CHECK = 1024
 

@@ -85,6 +85,7 @@ from cutlass.cute.typing import AddressSpace
 
 from .. import ptx, timeline
 from ..common import routing, stamps, wire
+from ..common.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED, SITE_FC2
 from ..common.tiles import (
     BANK_WORDS,
     END,
@@ -93,31 +94,31 @@ from ..common.tiles import (
     FC2_DONE,
     FIRST_BANK,
     STAGED,
+    TABLE_BARRIER,
     TableOffsets,
+    clear_bank,
     lay_out_segments,
     order_experts,
 )
-from ..launch import RANK_OPERANDS
-from . import epilogue, exchange, mainloop, scheduler, staging
-from .config import DISPATCH_WARPS, K_STEP, POOL_BLOCK_ROWS, KernelConfig
-from .exchange import PRODUCER_BARRIER, STAGED_BARRIER, ExchangeOffsets
-from .sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED
-from .waits import (
+from ..common.units import CONTROL_BYTES, DISPATCH_WARPS
+from ..common.waits import (
     ABORT,
     ABORT_AT,
-    CONTROL_BYTES,
     CTAS,
     ERROR,
     GIVEN_UP,
     LAUNCH,
     PEERS,
     RANK,
-    SITE_FC2,
     TIMEOUT,
     TOKENS,
     record_departure,
     wait_at_least,
 )
+from ..launch import RANK_OPERANDS
+from . import epilogue, exchange, mainloop, scheduler, staging
+from .config import K_STEP, POOL_BLOCK_ROWS, KernelConfig, fc1_steps, fc2_steps
+from .exchange import PRODUCER_BARRIER, STAGED_BARRIER, ExchangeOffsets
 
 
 class Sm90MegaMoeNvfp4Kernel:
@@ -483,7 +484,7 @@ class Sm90MegaMoeNvfp4Kernel:
                         layer.num_local_experts,
                         cfg.table_experts,
                         tile.widest,
-                        scheduler.TABLE_BARRIER,
+                        TABLE_BARRIER,
                         table,
                         producer,
                     )
@@ -496,7 +497,7 @@ class Sm90MegaMoeNvfp4Kernel:
                         cfg.table_experts,
                         cfg.fc1_row_tiles,
                         cfg.fc2_row_tiles,
-                        scheduler.TABLE_BARRIER,
+                        TABLE_BARRIER,
                         table,
                         lag,
                         blocks,
@@ -786,7 +787,7 @@ class Sm90MegaMoeNvfp4Kernel:
             if const_expr(cfg.exchange):
                 if bidx == 0 and lane < cfg.layer.ep_size:
                     exchange.compare_headers(cfg, ex, control, header_at, lane)
-            scheduler.clear_warp(other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane)
+            clear_bank(other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane)
 
     @cute.jit
     def math(
@@ -838,7 +839,7 @@ class Sm90MegaMoeNvfp4Kernel:
                 width = ptx.lds32(entry + 24)
                 t128 = ptx.thread_index() % 128  # of this tile: see the producers' branch
                 lane = t128 % 32
-                steps = Int32(layer.fc1_steps) if kind == FC1 else Int32(layer.fc2_steps)
+                steps = Int32(fc1_steps(layer)) if kind == FC1 else Int32(fc2_steps(layer))
                 expert_scales = ptx.ldg128f(scales + Int64(expert) * 16)
                 tile_rows = rows_at + slot * (tile.widest * 4 * cfg.row_words)
                 tile_weights = tile_rows + tile.widest * 4

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile stream: one ordered list of fc1 and fc2 tiles in which every dependency comes earlier, and its four warps.
+"""The tile stream (`common/tiles.py`) at work: the four single-purpose warps.
 
 All four build the table; W claims tiles and streams weights; T loads tokens once they are ready; R publishes finished
 tiles; Z clears the counters of the next launch. Called by the kernel's producer branch; knows no arithmetic.
-
-Order: non-empty experts, most rows first; fc1 segments in that order; fc2 of an expert follows as soon as `lag` fc1
-tiles stand between it and the end of its own fc1; inside a segment row tile slow, token block fast. Claims increase, so
-the lowest unfinished tile is always runnable and nothing can deadlock.
 """
 
 import cutlass
@@ -17,12 +13,18 @@ from cutlass.cute.typing import AddressSpace
 
 from .. import ptx, timeline
 from ..common import stamps
+from ..common.sites import SITE_FC1, SITE_POOL, SITE_STAGED
 from ..common.tiles import CLAIM, END, FC1, FC2, FC2_DONE, STAGED, TableOffsets
-from .config import K_STEP, POOL_BLOCK_ROWS, RECORD_BYTES
-from .waits import COUNT_BITS, GIVEN_UP, RANK, SITE_FC1, SITE_POOL, SITE_STAGED, wait_at_least
-
-TABLE_BARRIER = 10
-"""Named barrier of the four producer warps while they build the table."""
+from ..common.waits import COUNT_BITS, GIVEN_UP, RANK, wait_at_least
+from .config import (
+    K_STEP,
+    POOL_BLOCK_ROWS,
+    RECORD_BYTES,
+    fc1_records,
+    fc1_steps,
+    fc2_records,
+    fc2_steps,
+)
 
 INFO_BYTES = 32
 """A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, given up}. The last
@@ -83,12 +85,12 @@ def weight_warp(
             slot_phase = slot_phase ^ 1
         # Lanes 0 and 1 copy one record each: the two halves of a whole tile, or two steps of a half tile. Past the end
         # they repeat the last record: the tokens that it would meet are zero-filled, the rows not stored.
-        steps = Int32(layer.fc1_steps)
-        records = Int32(layer.fc1_records)
+        steps = Int32(fc1_steps(layer))
+        records = Int32(fc1_records(layer))
         base = w1
         if kind == FC2:
-            steps = Int32(layer.fc2_steps)
-            records = Int32(layer.fc2_records)
+            steps = Int32(fc2_steps(layer))
+            records = Int32(fc2_records(layer))
             base = w2
         sub = lane // per_tile
         record = row_tile * per_tile + lane % per_tile
@@ -252,7 +254,7 @@ def token_warp(
                 ts, tg = cpasync.tma_partition(
                     atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
                 )
-                steps = const_expr(layer.fc1_steps if v % 2 == FC1 else layer.fc2_steps)
+                steps = const_expr(fc1_steps(layer) if v % 2 == FC1 else fc2_steps(layer))
                 for k in cutlass.range(-(-steps // per_stage), unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     cute.copy(atom, tg[(None, k)], ts[(None, stage)], tma_bar_ptr=full + stage)
@@ -331,20 +333,3 @@ def release_warp(
         if slot == cfg.ring_slots:
             slot = Int32(0)
             slot_phase = slot_phase ^ 1
-
-
-@cute.jit
-def clear_warp(
-    next_bank: Int64, next_ready: Int64, ready_words, next_pool_ready: Int64, pool_ready_words, bidx, gdim, lane
-):
-    """Z: zeroes the other bank; the stream orders it before the next launch."""
-    i = bidx * 32 + lane
-    while i < ready_words:
-        ptx.stg32(next_ready + Int64(i) * 4, 0)
-        i = i + gdim * 32
-    i = bidx * 32 + lane
-    while i < pool_ready_words:
-        ptx.stg32(next_pool_ready + Int64(i) * 4, 0)
-        i = i + gdim * 32
-    if bidx == 0:
-        ptx.stg32(next_bank + Int64(lane) * 4, 0)
