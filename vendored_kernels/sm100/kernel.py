@@ -89,7 +89,7 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint8, co
 from cutlass.cute.nvgpu import cpasync
 
 from .. import ptx
-from ..common import exchange, routing, tiles, wire
+from ..common import exchange, release, routing, tiles, wire
 from ..common.exchange import PRODUCER_BARRIER, PRODUCER_THREADS, ExchangeOffsets
 from ..common.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED, SITE_FC2
 from ..common.tiles import TABLE_BARRIER
@@ -483,8 +483,21 @@ class Sm100MegaMoeNvfp4Kernel:
                         gdim,
                         lane,
                     )
-                    mainloop.release_warp(
-                        cfg, bars, info, bank, ready_bank, ex, table, control, returns_at, fault_step, lane
+                    release.release_warp(
+                        cfg,
+                        RING_SLOTS,
+                        bars[4],
+                        bars[5],
+                        bars[6],
+                        info,
+                        bank,
+                        ready_bank,
+                        ex,
+                        table,
+                        control,
+                        returns_at,
+                        fault_step,
+                        lane,
                     )
             else:
                 first_route, own_routes = first_token * layer.top_k, own_tokens * layer.top_k

@@ -84,7 +84,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx, timeline
-from ..common import routing, stamps, wire
+from ..common import release, routing, stamps, wire
 from ..common.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED, SITE_FC2
 from ..common.tiles import (
     BANK_WORDS,
@@ -773,13 +773,23 @@ class Sm90MegaMoeNvfp4Kernel:
                 stamps_at,
             )
         elif role == 2:
-            if const_expr(cfg.exchange):
-                context = (ex, table, control, returns_at, fault_step)
-                scheduler.release_warp(
-                    cfg, bars, info, bank, ready_bank, exchange.rows_of, exchange.give_back, context, lane
-                )
-            else:
-                scheduler.release_warp(cfg, bars, info, bank, ready_bank, None, None, (), lane)
+            _wfull, _wempty, _tfull, _tempty, ifull, iempty, done = bars
+            release.release_warp(
+                cfg,
+                cfg.ring_slots,
+                ifull,
+                iempty,
+                done,
+                info,
+                bank,
+                ready_bank,
+                ex,
+                table,
+                control,
+                returns_at,
+                fault_step,
+                lane,
+            )
             if const_expr(cfg.timestamps):
                 if lane == 0:
                     stamps.event(stamps_at, timeline.ANNOUNCED)
@@ -827,7 +837,7 @@ class Sm90MegaMoeNvfp4Kernel:
         fc2_tiles = Int32(0)
         while kind != END:
             cute.arch.mbarrier_wait(ifull + slot, slot_phase)
-            entry = info + slot * scheduler.INFO_BYTES
+            entry = info + slot * release.INFO_BYTES
             kind = ptx.lds32(entry)
             fc2_tiles = ptx.lds32(entry + 4)
             if const_expr(cfg.timestamps):

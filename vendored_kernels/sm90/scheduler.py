@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile stream (`common/tiles.py`) at work: the four single-purpose warps.
+"""The tile stream (`common/tiles.py`) at work: W claims tiles and streams weights, T loads tokens once they are ready.
 
-All four build the table; W claims tiles and streams weights; T loads tokens once they are ready; R publishes finished
-tiles; Z clears the counters of the next launch. Called by the kernel's producer branch; knows no arithmetic.
+R (`common/release.py`) tells others of finished tiles. Called by the kernel's producer branch; knows no arithmetic.
 """
 
 import cutlass
@@ -13,8 +12,9 @@ from cutlass.cute.typing import AddressSpace
 
 from .. import ptx, timeline
 from ..common import stamps
+from ..common.release import INFO_BYTES
 from ..common.sites import SITE_FC1, SITE_POOL, SITE_STAGED
-from ..common.tiles import CLAIM, END, FC1, FC2, FC2_DONE, STAGED, TableOffsets
+from ..common.tiles import CLAIM, END, FC1, FC2, STAGED, TableOffsets
 from ..common.waits import COUNT_BITS, GIVEN_UP, RANK, wait_at_least
 from .config import (
     K_STEP,
@@ -25,13 +25,6 @@ from .config import (
     fc2_records,
     fc2_steps,
 )
-
-INFO_BYTES = 32
-"""A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, given up}. The last
-word is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is finished."""
-
-MOST_UNANNOUNCED = 8
-"""Finished fc2 tiles that other ranks are told of at once."""
 
 
 @cute.jit
@@ -271,65 +264,3 @@ def token_warp(
         if lane == 0:
             cute.arch.mbarrier_arrive(iempty + entries % cfg.ring_slots)
         entries = entries + 1
-
-
-@cute.jit
-def release_warp(
-    cfg,
-    bars,
-    info: Int32,
-    bank: Int64,
-    ready: Int64,
-    rows_of: cutlass.Constexpr,
-    give_back: cutlass.Constexpr,
-    context: tuple,
-    lane,
-):
-    """R: publishes finished tiles, so that no math warp waits for a release.
-
-    With several ranks `rows_of(cfg, *context, expert, row_tile, row0, valid, lane)` counts the result rows of an fc2
-    tile for this lane's rank, and `give_back(cfg, *context, rows, lane)` announces them; None and None for one rank.
-    Announcing costs a fence of the whole system, so it is done when no further tile is finished, or for
-    MOST_UNANNOUNCED tiles at once. Nothing is left at the end: the entry that ends the list is never a finished tile.
-    """
-    _wfull, _wempty, _tfull, _tempty, ifull, iempty, done = bars
-    slot, slot_phase = Int32(0), Int32(0)
-    kind = Int32(FC1)
-    rows = Int32(0)
-    unannounced = Int32(0)
-    while kind != END:
-        if const_expr(give_back is not None):
-            if unannounced > 0:
-                next_is_done = ptx.barrier_is_done(Int32((ifull + slot).toint()), slot_phase)
-                next_is_done = next_is_done & ptx.barrier_is_done(Int32((done + slot).toint()), slot_phase)
-                if ptx.broadcast_lane0(next_is_done) == 0 or unannounced == MOST_UNANNOUNCED:
-                    give_back(cfg, *context, rows, lane)
-                    rows = Int32(0)
-                    unannounced = Int32(0)
-        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
-        entry = info + slot * INFO_BYTES
-        kind = ptx.lds32(entry)
-        expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
-        row0, valid, counter = ptx.lds32(entry + 12), ptx.lds32(entry + 16), ptx.lds32(entry + 20)
-        given_up = Int32(0)
-        if kind != END:
-            cute.arch.mbarrier_wait(done + slot, slot_phase)
-            given_up = ptx.lds32(entry + 28)
-        cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
-        if lane == 0:
-            cute.arch.mbarrier_arrive(iempty + slot)
-        if given_up == 0:
-            if kind == FC1:
-                if lane == 0:
-                    ptx.fence_proxy_async()
-                    ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
-            elif kind == FC2:
-                if const_expr(give_back is not None):
-                    rows = rows + rows_of(cfg, *context, expert, row_tile, row0, valid, lane)
-                    unannounced = unannounced + 1
-                elif lane == 0:
-                    ptx.flag_add_release_gpu(bank + FC2_DONE * 4, 1)
-        slot = slot + 1
-        if slot == cfg.ring_slots:
-            slot = Int32(0)
-            slot_phase = slot_phase ^ 1
