@@ -159,8 +159,8 @@ class KernelConfig:
         return 32 * STAGING_WARPS
 
     @property
-    def publish_barrier_threads(self) -> int:
-        """None: those that publish have staged, and met the others after it."""
+    def offer_barrier_threads(self) -> int:
+        """None: the warp that offers has staged itself, and met the others after it."""
         return 0
 
     @property

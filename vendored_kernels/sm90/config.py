@@ -184,9 +184,9 @@ class KernelConfig:
         return self.tile.math_warpgroups * 128
 
     @property
-    def publish_barrier_threads(self) -> int:
-        """Threads that meet before CTA 0 publishes: those that stage and the dispatch warps."""
-        return self.staging_threads + 32 * DISPATCH_WARPS
+    def offer_barrier_threads(self) -> int:
+        """Threads that meet before CTA 0 offers its payload: those that stage and one dispatch warp."""
+        return self.staging_threads + 32
 
     @property
     def launch_registers(self) -> int:

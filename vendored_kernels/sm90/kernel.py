@@ -24,7 +24,8 @@ Operands (addresses; R rows of the pool, T tokens, E experts of this rank, K top
     counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words);
     pool_ready u32 (2, pool_ready_words); epoch u64; expected_returns u64 (ranks); error u64 (8)
     peers u64 (ranks): bases of the shared spaces; the regions behind them, at the same offsets on every rank: abort,
-    header, size cells, return counters, index rows, payload and its scales, routing weights, result rows and scales
+    header, size cells and payload tags, return counters, index rows, payload and its scales, routing weights, result
+    rows and scales
     (trtllm_megamoe/regions.py has shapes; wire format by token * K + slot)
 Weight records
     codes [m64 tile 2][k64 half 2][thread 128][4 x u32], then e4m3 scales [tile 2][warp 4][g 8][8 k16][row g, row g+8].
@@ -35,7 +36,8 @@ Warp roles (1 CTA per SM)
     math   2 warpgroups: stage tokens, then per tile wait, decode, wgmma, epilogue; at the end the top-k sum
     W      scheduler table, claims, weight copies        T   token loads, the only warp that waits for a tile's tokens
     R      releases of finished tiles                    Z   clears the next launch's counters
-    D      4 warps, only with several ranks: size cells out (CTA 0) and in (all, with W, T, R, Z), rows of peers into
+    D      4 warps, only with several ranks: size cells out as soon as routes are counted (CTA 0) and in (all, with W,
+           T, R, Z); once the rank has staged, payload tags out (CTA 0, one warp) and in (all), then rows of peers into
            the pool while tiles run
 Pipelines (producer -> consumer, arrivals)
     wfull[stage]  W -> math: 1 and two records                           wempty[stage] math -> W: one per math warp
@@ -62,9 +64,11 @@ One rank
                      R: red.release.gpu on `fc2 done`
 Several ranks
     payload, index   math: st, CTA barrier, one red.release.gpu    peers' D: plain ld after their      own next launch
-    rows             on `staged`; CTA 0: ld.acquire.gpu            cells (never ld.nc)
+    rows, weights    on `staged`; CTA 0's D: ld.acquire.gpu        payload tags (never ld.nc)
     size cells,      CTA 0's D: fence.acq_rel.sys and              every CTA: ld.acquire.sys until     never: tag of the
     launch facts     st.relaxed.sys in each storing thread         the tag is this launch's            launch, two banks
+    payload tags     one warp of CTA 0's D: fence.acq_rel.sys      every CTA's D: ld.acquire.sys       never: they grow
+                     and st.relaxed.sys in each storing lane       >= this launch, barrier of D
     pool, row_*      D: st, syncwarp, red.release.gpu on           fc1, T: ld.acquire.gpu >= pieces,   stream
                      pool_ready                                    fence.proxy.async, TMA;
                                                                    fc2: through `ready`
@@ -463,8 +467,6 @@ class Sm90MegaMoeNvfp4Kernel:
                             cfg,
                             ex,
                             control,
-                            bank + STAGED * 4,
-                            staging_ctas,
                             cells_at,
                             header_at,
                             scales + layer.num_local_experts * 16 + 8,
@@ -474,7 +476,7 @@ class Sm90MegaMoeNvfp4Kernel:
                             if producer == 128:
                                 stamps.event(stamps_at, timeline.PUBLISHED)
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
-                    exchange.receive_cells(cfg, ex, table, control, cells_at, index_at, index_row_words, producer)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
                     if const_expr(cfg.timestamps):
                         if producer == 0:
                             stamps.event(stamps_at, timeline.CELLS)
@@ -505,6 +507,21 @@ class Sm90MegaMoeNvfp4Kernel:
                         producer,
                     )
                 elif const_expr(cfg.exchange):
+                    if bidx == 0 and warp == math_warps + 4:
+                        exchange.offer_payload(cfg, ex, control, bank + STAGED * 4, staging_ctas, cells_at, role_lane)
+                        if const_expr(cfg.timestamps):
+                            if role_lane == 0:
+                                stamps.event(stamps_at, timeline.OFFERED)
+                    exchange.receive_payload(
+                        cfg,
+                        ex,
+                        control,
+                        cells_at,
+                        index_at,
+                        index_row_words,
+                        warp - (math_warps + 4),
+                        role_lane,
+                    )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
                 if const_expr(cfg.timestamps):
                     if producer == 0:
@@ -630,9 +647,7 @@ class Sm90MegaMoeNvfp4Kernel:
                 cute.arch.barrier(barrier_id=staging.MATH_BARRIER, number_of_threads=math_warps * 32)
                 if const_expr(cfg.exchange):
                     if bidx == 0:
-                        cute.arch.barrier_arrive(
-                            barrier_id=STAGED_BARRIER, number_of_threads=math_warps * 32 + 32 * DISPATCH_WARPS
-                        )
+                        cute.arch.barrier_arrive(barrier_id=STAGED_BARRIER, number_of_threads=cfg.offer_barrier_threads)
                     elif tidx == 0 and own_tokens > 0:
                         ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
                 elif tidx == 0 and own_tokens > 0:
