@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vendored_kernels.sm90.config import LayerSpec
+from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.sm100.config import (
     K_ATOM,
     K_STAGE,
@@ -34,12 +34,13 @@ def expected_counts(config: KernelConfig) -> dict[str, int]:
     """PTX instructions (regular expressions at the start of a line) and how often each must appear."""
     steps = K_STAGE // K_ATOM
     exchange = {
-        r"fence\.acq_rel\.sys": 1,  # in front of the size cells
-        r"st\.relaxed\.sys": 1,  # size cell
+        r"fence\.acq_rel\.sys": 2,  # in front of the size cells, of the payload tags
+        r"st\.relaxed\.sys": 2,  # size cell, payload tag
         r"red\.release\.sys": 1,  # returned rows
-        r"ld\.acquire\.sys\.global\.b64": 6,  # two in each wait for a cell (two kinds of warps) and for returned rows
+        # two in each wait for a cell (two kinds of warps), for a payload tag and for returned rows
+        r"ld\.acquire\.sys\.global\.b64": 8,
     }
-    waits = 6 if config.exchange else 3
+    waits = 7 if config.exchange else 3
     return {
         r"tcgen05\.mma\.cta_group::1\.kind::mxf4nvf4\.block_scale\.block16": steps,
         r"tcgen05\.mma": steps,

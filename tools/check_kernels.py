@@ -124,10 +124,10 @@ def lint_ptx(text: str, exchange: bool) -> list[str]:
         faults.append(f"{len(token_acquires)} acquire loads before the first token load, expected {before}")
     elif not any(token_acquires[-1] < f < loads[0] for f in fences):
         faults.append("no fence.proxy.async between the token warp's last acquire and its first TMA load")
-    sites = 3 if not exchange else 8  # waits: staged, cells, pool, fc1, returns; and three header words
+    sites = 3 if not exchange else 9  # waits: staged, cells, payload, pool, fc1, returns; and three header words
     if len(positions(r"^st\.release\.sys\.global\.b32")) != sites:
         faults.append("every wait must raise the abort word with st.release.sys")
-    readers = (3 if not exchange else 5) + 3  # every wait, the exit, and twice to name who failed
+    readers = (3 if not exchange else 6) + 3  # every wait, the exit, and twice to name who failed
     if len(positions(r"^ld\.acquire\.sys\.global\.b32")) != readers:
         faults.append("every wait and the exit must read the abort word with ld.acquire.sys")
     if len(positions(r"^atom\.acq_rel\.gpu\.global\.add\.u32")) != 1:
@@ -136,16 +136,21 @@ def lint_ptx(text: str, exchange: bool) -> list[str]:
 
 
 def _lint_exchange(lines: list[str], positions: Callable[[str], list[int]]) -> list[str]:
-    """Faults of what crosses ranks: all of it at system scope, cells behind a fence of the same thread."""
+    """Faults of what crosses ranks: all at system scope; cells, and payload tags, behind a fence of the same thread."""
     faults = []
-    if len(positions(r"^ld\.acquire\.sys\.global\.b64")) != 4:
-        faults.append("size cells and return counters must be polled with ld.acquire.sys, two loads in each wait")
+    if len(positions(r"^ld\.acquire\.sys\.global\.b64")) != 6:
+        faults.append(
+            "cells, tags and return counters must be polled with ld.acquire.sys, two loads in each wait"
+        )
     if len(positions(r"^red\.release\.sys\.global\.add\.u64")) != 1:
         faults.append("return counters must be raised with one red.release.sys")
-    cells = positions(r"^st\.relaxed\.sys\.global\.b64")
+    stores = positions(r"^st\.relaxed\.sys\.global\.b64")
     fences = positions(r"^fence\.acq_rel\.sys;")
-    if not cells or not any(fence < cells[0] for fence in fences):  # the compiler may unroll the loop over cells
-        faults.append("size cells must be stored with st.relaxed.sys behind fence.acq_rel.sys")
+    behind = {sum(fence < store for fence in fences) for store in stores}  # the compiler may unroll the loop over cells
+    if len(fences) != 2 or behind != {1, 2}:
+        faults.append(
+            "size cells and payload tags must be stored with st.relaxed.sys, each behind a fence.acq_rel.sys"
+        )
     if positions(r"^(st|red|atom)\.(relaxed|release|acq_rel)\.gpu\.global\S*\.(b64|u64)"):
         faults.append("a 64-bit flag is written at GPU scope: those cross ranks")
     return faults

@@ -144,6 +144,7 @@ _ZERO_AT_START = frozenset(
         "header",
         "abort",
         "size_cells",
+        "payload_tags",
         "return_counters",
         "epoch",
         "expected_returns",
@@ -154,6 +155,9 @@ _ZERO_AT_START = frozenset(
     }
 )
 
+_CONTINUES = frozenset({"payload_tags"})
+"""Regions that begin where the one before them ends: kernels take both from one address."""
+
 _Entry = tuple[str, str, tuple[int, ...], str]
 """Name, dtype, shape and purpose of a region."""
 
@@ -161,7 +165,7 @@ _DTYPE_BYTES = {"u8": 1, "i32": 4, "u32": 4, "f32": 4, "f16": 2, "u64": 8}
 
 
 class RegionTable:
-    """All regions of one geometry, laid out back to back in each space, each aligned to REGION_ALIGN_BYTES."""
+    """All regions of a geometry, back to back in each space; aligned to REGION_ALIGN_BYTES unless it continues one."""
 
     def __init__(self, geometry: Geometry) -> None:
         check_limits(geometry)
@@ -186,7 +190,7 @@ class RegionTable:
         num_bytes = _DTYPE_BYTES[dtype]
         for extent in shape:
             num_bytes *= extent
-        offset = self._cursor[space]
+        offset = list(self._regions.values())[-1].end_bytes if name in _CONTINUES else self._cursor[space]
         zero_at_start = name in _ZERO_AT_START
         self._regions[name] = Region(name, space, offset, num_bytes, zero_at_start, dtype, shape, purpose)
         self._cursor[space] = round_up(offset + num_bytes, REGION_ALIGN_BYTES)
@@ -203,6 +207,7 @@ class RegionTable:
                 (COUNTER_BANKS, r, el),
                 "{epoch, count} per source and local expert; the source writes",
             ),
+            ("payload_tags", "u64", (r,), "launch whose payload and index rows are out, per source; the source writes"),
             ("return_counters", "u64", (r,), "rows returned so far, per expert owner; cumulative, the owner writes"),
             ("index_rows", "i32", (r, t * k), "per source: its routes (token * K + slot) to this rank, by expert"),
             ("payload", "u8", (t, g.payload_row_bytes), "this rank's token rows, staged for peers to pull"),

@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 
 from . import registry
-from .sm90.config import TILES, LayerSpec
+from .common.layer import LayerSpec
+from .sm90.config import TILES
 from .sm90.config import KernelConfig as HopperConfig
 
 

@@ -46,8 +46,9 @@ def c_compiler() -> list[str]:
 
 def _hopper(request: dict) -> tuple:
     """Configuration, kernel, and its numbers of 64-bit and 32-bit arguments."""
+    from vendored_kernels.common.layer import LayerSpec
     from vendored_kernels.launch import ADDRESSES, NUMBERS
-    from vendored_kernels.sm90.config import KernelConfig, LayerSpec, TileConfig
+    from vendored_kernels.sm90.config import KernelConfig, TileConfig
     from vendored_kernels.sm90.kernel import Sm90MegaMoeNvfp4Kernel
 
     tile = {**request["tile"], "token_widths": tuple(request["tile"]["token_widths"])}
@@ -59,7 +60,7 @@ def _hopper(request: dict) -> tuple:
 
 def _blackwell(request: dict) -> tuple:
     """The same for sm_100a and sm_103a."""
-    from vendored_kernels.sm90.config import LayerSpec
+    from vendored_kernels.common.layer import LayerSpec
     from vendored_kernels.sm100.config import ADDRESSES, NUMBERS, KernelConfig, TileConfig
     from vendored_kernels.sm100.kernel import Sm100MegaMoeNvfp4Kernel
 

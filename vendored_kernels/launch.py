@@ -9,21 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-ADDRESSES = (
-    "w1",
-    "w2",
-    "scales",
-    "x",
-    "ids",
-    "route_weights",
-    "num_tokens",
-    "y",
-    "pool",
-    "row_scale",
-    "row_weight",
-    "row_meta",
-    "route_rows",
-    "h",
+CALL = ("scales", "x", "ids", "route_weights", "num_tokens", "y")
+ROUTE_FACTS = ("row_weight", "row_meta", "route_rows")
+WORKSPACE = (
     "counters",
     "ready",
     "pool_ready",
@@ -42,15 +30,19 @@ ADDRESSES = (
     "route_weights_at",
     "results_at",
     "result_scales_at",
-    "rank_operands",
-    "local_stride",
-    "timestamps",
 )
-"""64-bit arguments: addresses (operands in `sm90/kernel.py`), the timeout in nanoseconds, and `*_at`: a shared region's
-offset behind a rank's base in the table `peers`; for one rank they are addresses and the table says 0. `timestamps`:
-the event buffer (`timeline.py`) of a kernel compiled with it."""
+"""64-bit arguments of every kernel: addresses, the timeout in nanoseconds, and `*_at`: a shared region's offset behind
+a rank's base in the table `peers`; for one rank they are addresses and the table says 0 or is not read."""
 
-NUMBERS = (
+ADDRESSES = (
+    *("w1", "w2", *CALL),
+    *("pool", "row_scale", *ROUTE_FACTS, "h", *WORKSPACE),
+    *("rank_operands", "local_stride", "timestamps"),
+)
+"""64-bit arguments of the Hopper kernels (operands in `sm90/kernel.py`). `timestamps`: the event buffer (`timeline.py`)
+of a kernel compiled with it."""
+
+LAYOUT_NUMBERS = (
     "pool_rows",
     "ready_words",
     "pool_ready_words",
@@ -62,13 +54,14 @@ NUMBERS = (
     "dry",
     "lag",
     "rank",
-    "ctas_per_rank",
-    "grid",
 )
-"""32-bit arguments: pool capacity; ready and pool-ready counters per bank; routes of one source (T * K at the cap);
-strides of the staged rows; 1 for int64 ids; the step before which this rank stops (0; a test's way to a timeout, see
-`sm90/sites.py`); 1 to load the code and do nothing; fc1 lag; this rank (the first one of an all-ranks launch); CTAs
-of a rank and of the launch."""
+"""32-bit arguments of every kernel: pool capacity (on Blackwell a multiple of 128); ready and pool-ready counters per
+bank; routes of one source (T * K at the cap); strides of the staged rows; 1 for int64 ids; the step before which this
+rank stops (0; a test's way to a timeout, see `common/sites.py`); 1 to load the code and do nothing; fc1 lag; this rank
+(the first one of an all-ranks launch)."""
+
+NUMBERS = (*LAYOUT_NUMBERS, "ctas_per_rank", "grid")
+"""32-bit arguments of the Hopper kernels: these, and the CTAs of a rank and of the launch."""
 
 RANK_OPERANDS = ("x", "ids", "route_weights", "num_tokens", "y", "w1", "w2", "scales")
 """Words of one rank's row in the table `rank_operands` of an all-ranks launch; padded to 8."""

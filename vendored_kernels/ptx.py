@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from .sm90.formulas import swiglu_text
+from .common.formulas import swiglu_text
 
 _I32 = (Int32, lambda: T.i32(), "r")
 _I64 = (Int64, lambda: T.i64(), "l")

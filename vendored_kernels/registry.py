@@ -15,21 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from .sm90.config import LayerSpec
+from .common.layer import LayerSpec
 
 DSL_VERSION = "4.8.1"
 """nvidia-cutlass-dsl version that the kernels are compiled, checked and measured with."""
 
-_HOPPER_SOURCES = ("ptx.py", "compile_one.py", "timeline.py", "common", "sm90")
-_BLACKWELL_SOURCES = (
-    "ptx.py",
-    "compile_one.py",
-    "timeline.py",
-    "common",
-    "sm100",
-    "sm90/config.py",
-    "sm90/formulas.py",
-)
+_SHARED_SOURCES = ("ptx.py", "compile_one.py", "launch.py", "timeline.py", "common")
+_HOPPER_SOURCES = (*_SHARED_SOURCES, "sm90")
+_BLACKWELL_SOURCES = (*_SHARED_SOURCES, "sm100")
 _SOURCES = {"sm_90a": _HOPPER_SOURCES, "sm_100a": _BLACKWELL_SOURCES, "sm_103a": _BLACKWELL_SOURCES}
 ARCHITECTURES = tuple(_SOURCES)
 """GPU targets. Blackwell kernels (sm_100a, sm_103a) have never run on hardware."""

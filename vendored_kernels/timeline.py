@@ -13,15 +13,17 @@ from dataclasses import dataclass
 
 ENTERED, ENTERED_NS, LEFT, LEFT_NS, TILE_COUNT = 0, 1, 2, 3, 4
 """Words of a CTA: cycles and nanoseconds (GPU clock) at its first and last instruction, finished tiles."""
-COUNTED, STAGED, PUBLISHED, CELLS, TABLE, FIRST_ROWS, PULLED, TILES_DONE, ANNOUNCED, RETURNED = range(5, 15)
+COUNTED, STAGED, PUBLISHED, CELLS, TABLE, FIRST_ROWS, PULLED, TILES_DONE, ANNOUNCED, RETURNED, OFFERED = range(5, 16)
 """Cycles when: routes are counted; this CTA's tokens are staged; size cells are out (CTA 0 of a rank); everybody's
 cells are in; the tile table stands; the first tile's token rows are there; the first dispatch warp has pulled its
-last row; the math warps leave the tile loop; the last result rows are announced; all own result rows have come."""
+last row; the math warps leave the tile loop; the last result rows are announced; all own result rows have come;
+the payload tags are out (CTA 0 of a rank)."""
 EVENT_NAMES = {
     COUNTED: "counted",
     STAGED: "staged",
     PUBLISHED: "published",
     CELLS: "cells",
+    OFFERED: "offered",
     TABLE: "table",
     FIRST_ROWS: "first_rows",
     PULLED: "pulled",

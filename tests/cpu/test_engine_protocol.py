@@ -144,6 +144,29 @@ def test_launch_missing_rank_times_out_by_name_and_peers_are_told() -> None:
     assert "timeout" in seen and set(seen) <= {"absent", "timeout", "aborted"}
 
 
+def test_launch_rank_that_publishes_and_never_offers_is_named_by_its_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("random", ep_size=EP, timeout_s=1.0)
+
+    def body(comm: Communicator) -> str:
+        layer = MegaMoELayer(case.config, comm)
+        layer.load_weights(case.weights)
+        if comm.rank == 2:
+
+            def stop(epoch: int) -> None:
+                raise RuntimeError(f"stopped in launch {epoch}")
+
+            monkeypatch.setattr(_engine(layer), "_offer", stop)
+            with pytest.raises(RuntimeError, match="stopped in launch 1"):
+                forward_rank(layer, case, comm.rank)
+            return ""
+        with pytest.raises((MegaMoeTimeoutError, MegaMoeAbortedError)) as caught:
+            forward_rank(layer, case, comm.rank)
+        return str(caught.value)
+
+    texts = run_threads(EP, body, WATCHDOG_S)
+    assert any("at payload_tags for rank 2 in launch 1" in text for text in texts)
+
+
 def test_launch_slow_rank_is_waited_for() -> None:
     case = make_case("random", ep_size=2, timeout_s=20.0)
 

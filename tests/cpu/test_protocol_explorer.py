@@ -102,7 +102,16 @@ def test_model_objects_are_regions_of_the_product() -> None:
     config = MegaMoeConfig.create(hidden_size=64, intermediate_size=32, num_experts=4, top_k=2, max_tokens_per_rank=4)
     regions = {region.name for region in RegionTable(Geometry.from_config(config, 2)).regions()}
     protocol, ops = _ops(EVERYTHING)
-    shared = {"header", "size_cells", "index_rows", "payload", "payload_scales", "result_data", "result_scales"}
+    shared = {
+        "header",
+        "size_cells",
+        "payload_tags",
+        "index_rows",
+        "payload",
+        "payload_scales",
+        "result_data",
+        "result_scales",
+    }
     shared |= {"return_counters", "expected_returns", "epoch", "pool", "pool_meta", "fc1_out", "fc1_ready"}
     assert shared <= regions
     touched = {_object(protocol, a[0]) for op in ops if op.code in (WAIT, TAGS, ADD) for a in op.args}
@@ -142,7 +151,7 @@ def test_protocol_random_schedules_of_larger_cases_are_clean(chance: random.Rand
 @pytest.mark.parametrize(
     "name",
     [
-        "no wait pull: size_cells",
+        "no wait pull: payload_tags",
         "no wait reduce: return_counters",
         "one bank of pool_ready",
         "return_counters in tiles, ranks differ in column tiles",

@@ -28,7 +28,7 @@ from tools.ptxsim.layers import KernelFile
 from tools.ptxsim.ranks import run_one_rank
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
-from vendored_kernels.sm90.config import LayerSpec
+from vendored_kernels.common.layer import LayerSpec
 
 DATA = Path(__file__).parent.parent / "data" / "ptx"
 SHAPE = (128, 64, 3, 2)

@@ -41,9 +41,19 @@ def test_regions_any_geometry_never_overlap_and_stay_inside(geometry: Geometry) 
         end = 0
         for region in table.regions(space):
             assert region.offset_bytes >= end
-            assert region.offset_bytes % REGION_ALIGN_BYTES == 0
+            if region.name != "payload_tags":
+                assert region.offset_bytes % REGION_ALIGN_BYTES == 0
             end = region.end_bytes
         assert end <= table.total_bytes(space)
+
+
+@given(geometries())
+def test_payload_tags_lie_where_kernels_look_behind_both_banks_of_cells(geometry: Geometry) -> None:
+    """A kernel gets one address for both and finds the tags 2 * 8 * E bytes behind it (`exchange.payload_tags`)."""
+    table = RegionTable(geometry)
+    cells, tags = table["size_cells"], table["payload_tags"]
+    assert tags.offset_bytes == cells.offset_bytes + 2 * 8 * geometry.num_experts
+    assert tags.num_bytes == 8 * geometry.ep_size and tags.zero_at_start
 
 
 @given(geometries(), st.data())

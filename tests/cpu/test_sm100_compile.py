@@ -17,9 +17,9 @@ from tests.helpers.synthetic import RoutingKind
 from tools.check_kernels import check_kernel, find_cuobjdump
 from tools.ptxsim.kept import facts
 from tools.ptxsim.layers import KernelFile
+from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.common.sites import FAULT_RETURN, FAULT_STAGED
 from vendored_kernels.compile import compile_configs
-from vendored_kernels.sm90.config import LayerSpec
 from vendored_kernels.sm100.config import TILES, KernelConfig, TileConfig
 
 pytest.importorskip("cutlass", reason="compiling kernels needs nvidia-cutlass-dsl")

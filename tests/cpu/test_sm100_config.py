@@ -15,7 +15,7 @@ from tools.check_blackwell import check_sass, config_of, expected_counts, lint_p
 from trtllm_megamoe.presets import PRESETS
 from trtllm_megamoe.weights.layout_sm100 import pack_scale_atoms
 from vendored_kernels import registry
-from vendored_kernels.sm90.config import KernelConfigError, LayerSpec
+from vendored_kernels.common.layer import KernelConfigError, LayerSpec
 from vendored_kernels.sm100.config import (
     ADDRESSES,
     ATOM_BYTES,

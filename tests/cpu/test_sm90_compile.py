@@ -9,8 +9,9 @@ import pytest
 
 from tools.check_kernels import check_kernel, find_cuobjdump, lint_ptx
 from vendored_kernels import registry
+from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.compile import compile_configs
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+from vendored_kernels.sm90.config import TILES, KernelConfig
 
 pytest.importorskip("cutlass", reason="compiling kernels needs nvidia-cutlass-dsl")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

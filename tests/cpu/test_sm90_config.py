@@ -15,18 +15,10 @@ from hypothesis import strategies as st
 from tools.check_kernels import WINDOW, expected_wgmma, lint_ptx
 from trtllm_megamoe.presets import PRESETS
 from vendored_kernels import launch, registry
+from vendored_kernels.common.layer import KernelConfigError, LayerSpec
 from vendored_kernels.common.units import HELD_INDICES
 from vendored_kernels.launch import ADDRESSES, NUMBERS, Launch
-from vendored_kernels.sm90.config import (
-    MAX_SHARED_BYTES,
-    REGISTER_FILE,
-    TILES,
-    KernelConfig,
-    KernelConfigError,
-    LayerSpec,
-    TileConfig,
-    choose_tile,
-)
+from vendored_kernels.sm90.config import MAX_SHARED_BYTES, REGISTER_FILE, TILES, KernelConfig, TileConfig, choose_tile
 
 LAYER = LayerSpec(1024, 512, 13, 6, "nvfp4")
 
@@ -166,16 +158,17 @@ def _sound_ptx(exchange: bool = False) -> str:
     release = ["fence.proxy.async;", "red.release.gpu.global.add.u32 [%rd3], 1;"]
     release += ["red.release.gpu.global.add.u32 [%rd4], 1;"]
     if exchange:
-        publish = [*wait, "fence.acq_rel.sys;", "st.relaxed.sys.global.b64 [%rd7], %rd8;"]
+        publish = ["fence.acq_rel.sys;", "st.relaxed.sys.global.b64 [%rd7], %rd8;"]
         far = ["ld.acquire.sys.global.b64 %rd9, [%rd1];", "st.release.sys.global.b32 [%rd2], 1;"]
         far += ["ld.acquire.sys.global.b64 %rd9, [%rd1];", "ld.acquire.sys.global.b32 %r2, [%rd2];"]
+        offer = [*wait, "fence.acq_rel.sys;", "st.relaxed.sys.global.b64 [%rd7], %rd8;", *far]
         headers = ["st.release.sys.global.b32 [%rd2], 1;"] * 3
         pull = ["red.release.gpu.global.add.u32 [%rd3], 1;", *other_work]
         give_back = ["red.release.sys.global.add.u64 [%rd3], %rd4;"]
         block = ["fence.proxy.async;", "red.release.gpu.global.add.u32 [%rd3], 1;", *other_work]
         staged = ["bar.sync 9, 256;", "red.release.gpu.global.add.u32 [%rd5], 1;", *far]
         leave = ["atom.acq_rel.gpu.global.add.u32 %r4, [%rd6], 1;", *["ld.acquire.sys.global.b32 %r2, [%rd2];"] * 3]
-        return "\n".join([*publish, *far, *headers, *token, *block, *give_back, *pull, *staged, *leave])
+        return "\n".join([*publish, *far, *offer, *headers, *token, *block, *give_back, *pull, *staged, *leave])
     math_warps = ["fence.proxy.async;", "bar.sync 9, 256;", "red.release.gpu.global.add.u32 [%rd5], 1;", *wait]
     leave = ["atom.acq_rel.gpu.global.add.u32 %r4, [%rd6], 1;", *["ld.acquire.sys.global.b32 %r2, [%rd2];"] * 3]
     return "\n".join([*token, *release, *other_work, *math_warps, *leave])
@@ -242,7 +235,7 @@ def test_exchange_tables_do_not_overlap_and_fit_their_words(ranks: int, local: i
     exec("class Offsets:" + body, space)
     at = space["Offsets"](config)  # type: ignore[operator]
     experts = 4 * config.route_table_experts
-    sizes = {"peers": 8 * ranks, "sent": 4 * ranks, "lost": 4, "blocks": 4, "live": 4, "counts": experts}
+    sizes = {"peers": 8 * ranks, "sent": 4 * ranks, "lost": 4, "blocks": 4, "live": 4, "missing": 4, "counts": experts}
     sizes |= {"cursors": experts, "first": 4 * local * (ranks + 1), "start": 4 * ranks * local}
     sizes |= {"held": 4 * HELD_INDICES * ranks}
     assert set(sizes) == set(vars(at))

@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 
-from vendored_kernels.sm90.formulas import swiglu_text
+from vendored_kernels.common.formulas import swiglu_text
 
 # What the PTX manual allows ex2.approx and rcp.approx; both are taken at their worst, in either direction.
 EX2_ERROR, RCP_ERROR = 2.0**-22, 2.0**-23

@@ -15,7 +15,8 @@ from trtllm_megamoe.kernels.tactics import tactic_of, tactic_space, tile_of
 from trtllm_megamoe.presets import PRESETS, ModelShape
 from trtllm_megamoe.tuning.tactic import DEFAULT_TACTIC, Tactic
 from trtllm_megamoe.tuning.tuner import tune
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec, TileConfig, choose_tile
+from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.sm90.config import TILES, KernelConfig, TileConfig, choose_tile
 
 NUM_SMS = 132
 LADDER = BucketLadder.for_cap(8192)

@@ -25,7 +25,7 @@ from trtllm_megamoe.tuning.table import TacticTable
 from trtllm_megamoe.tuning.tactic import Tactic
 from trtllm_megamoe.tuning.tuner import tune
 from trtllm_megamoe.tuning.workload import random_step, random_weights
-from vendored_kernels.sm90.config import LayerSpec
+from vendored_kernels.common.layer import LayerSpec
 
 WATCHDOG_S = 60.0
 WAIT_S = 20.0

@@ -23,7 +23,7 @@ from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.reference.metrics import rel_l2
-from vendored_kernels.sm90.sites import FAULT_STAGED
+from vendored_kernels.common.sites import FAULT_STAGED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.arch_hopper]
 

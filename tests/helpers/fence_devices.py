@@ -246,7 +246,7 @@ class CudaDevice(EngineDevice):
             self.require_right(out, f"replay on {local:#x}, {shared:#x}")
 
     def die(self, engine: Any, *, is_culprit: bool) -> str:
-        from vendored_kernels.sm90.sites import FAULT_PUBLISH
+        from vendored_kernels.common.sites import FAULT_PUBLISH
 
         honest = dict(engine._launches)
         extra = {"timeout_ns": int(DEATH_S * 1e9), **({"fault_step": FAULT_PUBLISH} if is_culprit else {})}

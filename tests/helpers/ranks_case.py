@@ -16,6 +16,7 @@ from tools.ptxsim.mutate import mutants
 from tools.ptxsim.ranks import RankInput, RanksRun, run_ranks, token_rows
 from trtllm_megamoe.formats import ActivationMode, CombineFormat, ScorePlacement
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleTrace, OracleWeights, oracle_trace
+from vendored_kernels.common.sites import SITE_PAYLOAD, SITE_PEER, SITE_RETURNS
 
 DATA = Path(__file__).parent.parent / "data" / "ptx"
 
@@ -54,9 +55,9 @@ class RanksCase:
         kernel = self.kernel if text is None else KernelFile(text, self.kernel.facts)
         return run_ranks(kernel, self.tensors, self.inputs, max_tokens=cap, **options)
 
-    def require_caught(self, kind: str, needle: str) -> None:
-        """The interpreter stops at the first planted fault of this kind whose instruction contains `needle`."""
-        mutant = next(m for m in mutants(self.kernel.text, (kind,)) if needle in m.before)
+    def require_caught(self, kind: str, needle: str, which: int = 0) -> None:
+        """The interpreter stops at the `which`-th planted fault of this kind whose instruction contains `needle`."""
+        mutant = [m for m in mutants(self.kernel.text, (kind,)) if needle in m.before][which]
         with pytest.raises(SimError):
             self.run(mutant.text, max_rounds=3000)
 
@@ -67,6 +68,18 @@ class RanksCase:
             text = text.replace(f"{name}.sys", f"{name}.gpu")
         with pytest.raises(OrderError):
             self.run(text, max_rounds=3000)
+
+    def require_stop(self, step: int, sites: set[int]) -> None:
+        """Rank 0 stops before a step; every launch ends, records name a wait for that step or another rank's failure.
+
+        What a wait for a peer names is rank 0.
+        """
+        faults = (step, *[0] * (len(self.inputs) - 1))
+        run = self.run(fault_steps=faults, timeout_ns=20_000, check_order=False, patience=4000)
+        assert all(error[0] == 1 for error in run.errors)
+        found = {error[2] for error in run.errors}
+        assert found & sites and found <= sites | {SITE_PEER}
+        assert all(error[3] == 0 for error in run.errors if error[2] in (SITE_PAYLOAD, SITE_RETURNS))
 
     def check(self, run: RanksRun) -> None:
         """y of every rank bit for bit; on Blackwell every pulled row and every row of fc1 output, exactly."""

@@ -22,7 +22,7 @@ from tools.ptxsim.approx import Table
 from tools.ptxsim.kept import KEPT
 from tools.ptxsim.layers import KernelFile
 from tools.ptxsim.ranks import RankInput, run_ranks
-from vendored_kernels.sm90.config import LayerSpec
+from vendored_kernels.common.layer import LayerSpec
 
 RECORDED = Path(__file__).parent.parent / "data" / "recorded" / "h200.safetensors"
 

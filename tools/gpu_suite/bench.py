@@ -18,8 +18,18 @@ from microbench.clocks import ClockSampler, nvml_reader
 from microbench.rivals import base, catalog
 from tools.gpu_suite import cases
 from tools.gpu_suite.layer import GpuLayer
+from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.registry import object_path
-from vendored_kernels.sm90.config import RECORD_BYTES, TILES, KernelConfig, LayerSpec, choose_tile
+from vendored_kernels.sm90.config import (
+    RECORD_BYTES,
+    TILES,
+    KernelConfig,
+    choose_tile,
+    fc1_records,
+    fc1_steps,
+    fc2_records,
+    fc2_steps,
+)
 
 SHAPES = {
     # name: (hidden, intermediate, local experts, top_k, limit, weigh before requant)
@@ -40,8 +50,8 @@ def random_records(spec: LayerSpec) -> dict[str, torch.Tensor]:
     """Packed records of random codes with scales 0.25 .. 4: legal bytes, no packing time."""
     packed = {}
     for name, rows, steps in (
-        ("fc1_records", spec.fc1_records, spec.fc1_steps),
-        ("fc2_records", spec.fc2_records, spec.fc2_steps),
+        ("fc1_records", fc1_records(spec), fc1_steps(spec)),
+        ("fc2_records", fc2_records(spec), fc2_steps(spec)),
     ):
         buffer = torch.empty(spec.num_local_experts, rows, steps, RECORD_BYTES, dtype=torch.uint8, device="cuda")
         for e in range(spec.num_local_experts):

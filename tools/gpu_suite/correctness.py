@@ -18,7 +18,8 @@ from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle
 from trtllm_megamoe.selftest.cases import one_rank_cases
 from trtllm_megamoe.selftest.checks import compare, fault_of
 from trtllm_megamoe.selftest.inputs import named_ids
-from vendored_kernels.sm90.config import TILES, LayerSpec
+from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.sm90.config import TILES
 
 TILES_OF = {
     "small-nvfp4": tuple(TILES),

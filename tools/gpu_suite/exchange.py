@@ -19,8 +19,9 @@ from trtllm_megamoe.reference.oracle import OracleWeights, oracle_forward
 from trtllm_megamoe.selftest.cases import rank_cases
 from trtllm_megamoe.selftest.checks import bits, compare, fault_of
 from trtllm_megamoe.selftest.inputs import RANK_ROUTINGS, rank_ids
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
-from vendored_kernels.sm90.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_RETURN, FAULT_STAGED, SITE_NAMES, SITE_PEER
+from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.common.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_RETURN, FAULT_STAGED, SITE_NAMES, SITE_PEER
+from vendored_kernels.sm90.config import TILES, KernelConfig
 
 CAP = 300
 """max_tokens_per_rank of the equality checks."""

@@ -19,7 +19,8 @@ import torch
 from tools.gpu_suite import bench, cases
 from tools.gpu_suite.layer import GpuLayer
 from tools.gpu_suite.ranks import Inputs, RankGroup
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.sm90.config import TILES, KernelConfig
 from vendored_kernels.timeline import CtaTimeline, read
 
 SPEC = LayerSpec(7168, 256, 32, 8, "nvfp4", ep_size=8)

@@ -14,7 +14,8 @@ from tools.gpu_suite.correctness import oracle_options
 from tools.gpu_suite.layer import GpuLayer
 from trtllm_megamoe.reference.oracle import OracleWeights, oracle_forward
 from trtllm_megamoe.selftest.checks import compare
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.sm90.config import TILES, KernelConfig
 
 TILE_NAMES = ("h8", "n16")
 # docs/numerics.md 4.2: bf16 mode differs from unquantised activations by bf16 roundings only; nvfp4 by quantisation.

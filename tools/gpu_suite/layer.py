@@ -18,9 +18,10 @@ from trtllm_megamoe.regions import Geometry, RegionTable
 from trtllm_megamoe.weights.layout_base import ExpertBulk
 from trtllm_megamoe.weights.layout_sm90 import Sm90Layout
 from trtllm_megamoe.weights.spec import LayerShape
+from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.launch import ERROR_FIELDS, Launch
 from vendored_kernels.registry import load_kernel
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec, TileConfig, fc1_lag
+from vendored_kernels.sm90.config import TILES, KernelConfig, TileConfig, fc1_lag
 
 Tensors = dict[str, torch.Tensor]
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.sm90.config import TILES, KernelConfig
 
 LEGAL_BYTES = tuple(range(0x7F))
 """0x7F is NaN, and block scales are not negative."""

@@ -16,9 +16,10 @@ import torch
 from tools.gpu_suite.layer import GUARD_BYTES, POISON, GpuLayer, Tensors, region_table, scale_table
 from trtllm_megamoe.formats import round_up
 from trtllm_megamoe.regions import header_words
+from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.launch import RANK_OPERANDS, Launch
 from vendored_kernels.registry import load_kernel
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec, TileConfig
+from vendored_kernels.sm90.config import TILES, KernelConfig, TileConfig
 from vendored_kernels.timeline import CTA_WORDS
 
 GENERATION = 77

@@ -17,9 +17,9 @@ from tools.check_kernels import find_cuobjdump, sass_lines
 from tools.gpu_suite import bench, cases, exchange
 from tools.gpu_suite.correctness import all_cases, routing
 from tools.gpu_suite.layer import GpuLayer
+from vendored_kernels.common.sites import FAULT_STAGED, SITE_FC1, SITE_FC2, SITE_STAGED
 from vendored_kernels.registry import object_path
 from vendored_kernels.sm90.config import TILES, KernelConfig
-from vendored_kernels.sm90.sites import FAULT_STAGED, SITE_FC1, SITE_FC2, SITE_STAGED
 
 
 def determinism(cache_dir: Path) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ Called by `protocol` alone. What a variant changes in banks and rules is decided
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tools.protocol_explorer.machine import ADD, CLAIM, END, GOTO, READ, STAMP, WAIT, WRITE, Op, Program
 from tools.protocol_explorer.variants import Variant
@@ -40,11 +40,15 @@ class Builder:
         releases: Sequence[Word] = (),
         hoisted: str = "reads",
         each: bool = False,
+        at_once: bool = False,
+        unnoticed: Collection[int] = (),
         local: bool = False,
     ) -> None:
         """Wait, read, write, release, in that order unless the variant says otherwise.
 
-        `hoisted` is what a missing acquire lets pass the wait; `each` publishes every write by itself.
+        `hoisted` is what a missing acquire lets pass the wait; `each` publishes every write by itself, `at_once` all of
+        them in one move (a word that only grows and comes late is a waiter that comes late); no other rank can notice
+        writes to `unnoticed` addresses.
         """
         v = self._variant
         late = wait is not None and wait[0] in v.hoist
@@ -55,7 +59,7 @@ class Builder:
         if late and hoisted == "reads":
             self.op(READ, step, *all_reads, local=local)
         if late and hoisted == "writes":
-            self._write(step, first, each, local)
+            self._write(step, first, each, at_once, local, unnoticed)
         if wait is not None and wait[0] not in v.drop:
             short = wait[1] == WAIT and wait[0] in v.short
             self.op(wait[1], step, *[(c[0], c[1] - 1, *c[2:]) if short else c for c in wait[2]], local=local)
@@ -65,17 +69,25 @@ class Builder:
         if not (late and hoisted == "reads"):
             self.op(READ, step, *all_reads, local=local)
         if not (late and hoisted == "writes"):
-            self._write(step, first, each, local)
+            self._write(step, first, each, at_once, local, unnoticed)
         for release in kept:
             if release not in early_credit:
                 self.op(ADD, step, (release[1], release[2]), boundary=True, local=local)
-        self._write(step, [w for w in writes if w[0] in early], False, local)
+        self._write(step, [w for w in writes if w[0] in early], False, False, local)
 
-    def _write(self, step: str, words: Sequence[Word], each: bool, local: bool) -> None:
+    def _write(
+        self,
+        step: str,
+        words: Sequence[Word],
+        each: bool,
+        at_once: bool,
+        local: bool,
+        unnoticed: Collection[int] = (),
+    ) -> None:
         pairs = [(address, value) for _, address, value in words]
-        if each:
+        if each or at_once:
             for pair in pairs:
-                self.op(WRITE, step, pair, boundary=True)
+                self.op(WRITE, step, pair, boundary=each or pair is pairs[-1], local=pair[0] in unnoticed)
         else:
             self.op(WRITE, step, *pairs, local=local)
 

@@ -2,8 +2,9 @@
 """The protocol of one launch as programs of the machine; steps and objects are named like the kernel's.
 
 Roles of a CTA, each an actor: `math` stages, runs tiles, reduces and leaves; `dispatch` publishes (CTA 0), waits for
-the cells and pulls; `clear` (one per rank) zeroes the other bank. A rank's next launch begins when all of them have
-ended. A `Variant` takes something away; without one this is the protocol of docs/protocol.md.
+the cells, offers what is staged (CTA 0), waits for all offers and pulls; `clear` (one per rank) zeroes the other bank.
+A rank's next launch begins when all of them have ended. A `Variant` takes something away; without one this is the
+protocol of docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from tools.protocol_explorer.machine import (
     CLAIM,
     COUNT,
     END,
-    READ,
     TAGS,
     TICKET,
     WAIT,
@@ -69,6 +69,7 @@ class Protocol:
         for name, shape, value in (
             ("header", (2,), 0),
             ("size_cells", (2, s.ranks, s.local_experts), first_tag),
+            ("payload_tags", (s.ranks,), 0),
             ("index_rows", (2, s.ranks, routes), 0),
             ("payload", (s.max_tokens,), 0),
             ("payload_scales", (s.max_tokens,), 0),
@@ -107,6 +108,8 @@ class Protocol:
                 yield self._at(rank, "pool_ready", self._bank("pool_ready", last), block), len(rows)
             for tile in range(len(self._token_tiles[last - 1][rank])):
                 yield self._at(rank, "fc1_ready", self._bank("fc1_ready", last), tile), s.row_tiles
+            for source in range(s.ranks):
+                yield self._at(rank, "payload_tags", source), last
             if "one return counter" not in self.variant.rules and not self._zeroes_returns:
                 for owner in range(s.ranks):
                     total = sum(self._expected(n, rank, owner) for n in range(1, last + 1))
@@ -167,16 +170,14 @@ class Protocol:
             self._stage(math, n, rank, cta)
             math_pulls = "rows pulled before the tile loop" in v.rules
             if math_pulls:
+                self._wait_for_cells(math, n, rank, "cells")
                 self._pull(math, n, rank, cta)
-            self._wait_for_cells(math, n, rank, "tiles")
+            self._wait_for_cells(math, n, rank, "tiles", self._facts(n, rank) if cta == 0 else ())
             tiles = self._tiles(n, rank)
             claim = math.op(CLAIM, "claim", self._at(rank, "claim", self._bank("claim", n)), (), boundary=True)
             self._reduce(math, n, rank, cta)
             math.place_tiles(claim, tiles, local=ctas == 1)
-            if cta == 0:
-                self._publish(dispatch, n, rank)
-            if not math_pulls:
-                self._pull(dispatch, n, rank, cta)
+            self._dispatch(dispatch, n, rank, cta, pulls=not math_pulls)
             early = "payload of the next launch staged before the reduction" in v.rules
             if early and cta == 0 and n < len(self._blocks):
                 self._stage_early(dispatch, n + 1, rank)
@@ -185,19 +186,42 @@ class Protocol:
         self._clear(clear, n, rank)
         return (*programs, clear.program())
 
+    def _dispatch(self, code: Builder, n: int, rank: int, cta: int, *, pulls: bool) -> None:
+        steps = ["publish", "cells", "offer", "pull"]
+        if "payload offered before the wait for cells" in self.variant.rules:
+            steps = ["publish", "offer", "cells", "pull"]
+        if "size_cells sent after staging" in self.variant.rules:
+            steps = ["offer", "publish", "cells", "pull"]
+        for step in steps:
+            if step == "publish" and cta == 0:
+                self._publish(code, n, rank)
+            elif step == "offer" and cta == 0:
+                self._offer(code, n, rank)
+            elif step == "cells" and pulls:
+                self._wait_for_cells(code, n, rank, step)
+            elif step == "pull" and pulls:
+                self._pull(code, n, rank, cta)
+
     def _stage(self, code: Builder, n: int, rank: int, cta: int) -> None:
+        writes = [
+            word for word in self._staged_words(n, rank, cta) if ("payload_tags", word[0]) not in self.variant.early
+        ]
+        if self.scenario.share(n, rank, cta):
+            staged = self._at(rank, "staged", self._bank("staged", n))
+            code.step("stage", writes=writes, releases=[("staged", staged, 1)])
+
+    def _staged_words(self, n: int, rank: int, cta: int) -> list[Word]:
+        """What a CTA writes before its rank's payload tags."""
         share = self.scenario.share(n, rank, cta)
-        if not share:
-            return
-        writes: list[Word] = [
+        words: list[Word] = [
             (name, self._at(rank, name, token), n) for token in share for name in ("payload", "payload_scales")
         ]
         for owner in self.scenario.rotated(rank):
             for position, (route, _) in enumerate(self.scenario.index_row(n, rank, owner)):
                 if route // self.scenario.top_k in share:
                     at = self._at(owner, "index_rows", self._bank("index_rows", n), rank, position)
-                    writes.append(("index_rows", at, n))
-        code.step("stage", writes=writes, releases=[("staged", self._at(rank, "staged", self._bank("staged", n)), 1)])
+                    words.append(("index_rows", at, n))
+        return words
 
     def _stage_early(self, code: Builder, n: int, rank: int) -> None:
         tokens = range(len(self.scenario.launches[n - 1][rank]))
@@ -209,9 +233,8 @@ class Protocol:
         zero = [(self._at(rank, "return_counters", o), 0) for o in range(s.ranks)]
         if "return_counters zeroed before publish" in v.rules:
             code.op(WRITE, "publish", *zero, boundary=True)
-        staged = self._at(rank, "staged", self._bank("staged", n))
-        wait = ("publish: staged", WAIT, [(staged, s.staging_ctas(n, rank), -1, False)])
         cells: list[Word] = []
+        own = [self._at(rank, "size_cells", self._bank("size_cells", n), rank, e) for e in range(s.local_experts)]
         for owner in s.rotated(rank):
             for local in range(s.local_experts):
                 count = s.count(n, rank, owner * s.local_experts + local)
@@ -221,13 +244,27 @@ class Protocol:
         header = ("header", self._at(rank, "header", self._bank("header", n)), n)
         late = ("size_cells", "header") in v.early
         code.step("publish", writes=[] if late else [header])
-        code.step("publish", wait=wait, writes=cells, hoisted="writes", each=True)
+        code.step("publish", writes=cells, each=True, unnoticed=own)
         code.step("publish", writes=[header] if late else [])
         if "return_counters zeroed after publish" in v.rules:
             code.op(WRITE, "publish", *zero, boundary=True)
 
+    def _offer(self, code: Builder, n: int, rank: int) -> None:
+        s, v = self.scenario, self.variant
+        staged = self._at(rank, "staged", self._bank("staged", n))
+        wait = ("offer: staged", WAIT, [(staged, s.staging_ctas(n, rank), -1, False)])
+        only_receivers = "no payload tag where nothing was sent" in v.rules
+        tags: list[Word] = []
+        for owner in s.rotated(rank):
+            if "payload_tags" not in v.drop and (s.sent(n, rank, owner) or not only_receivers):
+                tags.append(("payload_tags", self._at(owner, "payload_tags", rank), n))
+        code.step("offer", wait=wait, writes=tags, hoisted="writes", at_once=True)
+        late = {obj for release, obj in v.early if release == "payload_tags"}
+        words = [word for cta in range(s.ctas) for word in self._staged_words(n, rank, cta)]
+        code.step("offer", writes=[word for word in words if word[0] in late])
+
     def _wait_for_cells(self, code: Builder, n: int, rank: int, step: str, reads: Sequence[Word] = ()) -> None:
-        """All R * EL cells of this launch; each is read with its tag, as one word."""
+        """All R * EL cells of this launch; each is read with its tag, as one word. A late acquire lets it be old."""
         s = self.scenario
         newer = "size_cells accepted when newer" in self.variant.rules
         tags, cells = [], []
@@ -237,11 +274,12 @@ class Protocol:
                 count = s.count(n, source, rank * s.local_experts + local)
                 tags.append((at, n, newer))
                 cells.append((at, count, COUNT) if newer else (at, (n << CELL_BITS) + count, CELL))
-        if step == "tiles":  # a late acquire lets the counts themselves be old; for dispatch it is the rows behind them
-            code.step(step, wait=("tiles: size_cells", TAGS, tags), raw_reads=cells)
-        else:
-            code.step(step, wait=("pull: size_cells", TAGS, tags), reads=reads)
-            code.op(READ, step, *cells)
+        code.step(step, wait=(f"{step}: size_cells", TAGS, tags), reads=reads, raw_reads=cells)
+
+    def _facts(self, n: int, rank: int) -> list[Word]:
+        """What all ranks must launch with alike, read by warps that do not pull."""
+        bank = self._bank("header", n)
+        return [("header", self._at(peer, "header", bank), n) for peer in self.scenario.rotated(rank)]
 
     def _pull(self, code: Builder, n: int, rank: int, cta: int) -> None:
         s, v = self.scenario, self.variant
@@ -249,12 +287,17 @@ class Protocol:
         if "pull order against tile order" in v.rules:
             rows.reverse()
         rows = rows[cta :: s.ctas]
-        hoisted = "pull: size_cells" in v.hoist
+        hoisted = "pull: payload_tags" in v.hoist
         reads = [self._pull_reads(n, rank, row) for row in rows]
-        self._wait_for_cells(code, n, rank, "pull", [word for words in reads for word in words] if hoisted else [])
-        if cta == 0:  # the facts that all ranks must launch with alike
-            bank = self._bank("header", n)
-            code.step("pull", reads=[("header", self._at(peer, "header", bank), n) for peer in s.rotated(rank)])
+        exact = "payload_tags compared for equality" in v.rules
+        only_senders = "payload_tags awaited where rows were sent" in v.rules
+        tags = [
+            (self._at(rank, "payload_tags", source), n, -1, exact)
+            for source in s.rotated(rank)
+            if s.sent(n, source, rank) or not only_senders
+        ]
+        first = [word for words in reads for word in words] if hoisted else []
+        code.step("pull", wait=("pull: payload_tags", WAIT, tags), reads=first)
         for row, words in zip(rows, reads, strict=True):
             slot, uses = self._use(n, rank, row.block)
             wait = None

@@ -37,25 +37,32 @@ PROTOCOL = Variant("protocol", "protocol", safe="the protocol itself")
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A release, what it announces, and the waits for it."""
+    """A release, what it announces, and the waits for it.
+
+    counted: arrivals add up. grows: stored, not added, but never less than before, and compared with >=.
+    """
 
     release: str
     announces: tuple[str, ...]
     waits: tuple[str, ...]
     counted: bool = True
+    grows: bool = False
     ring: bool = False
 
 
 EDGES = (
-    Edge("staged", ("payload", "payload_scales", "index_rows"), ("publish: staged",)),
-    Edge("size_cells", ("header",), ("pull: size_cells", "tiles: size_cells"), counted=False),
+    Edge("staged", ("payload", "payload_scales", "index_rows"), ("offer: staged",)),
+    Edge("size_cells", ("header",), ("cells: size_cells", "tiles: size_cells"), counted=False),
+    Edge(
+        "payload_tags", ("payload", "payload_scales", "index_rows"), ("pull: payload_tags",), counted=False, grows=True
+    ),
     Edge("pool_ready", ("pool", "pool_scales", "pool_meta"), ("fc1: pool_ready",)),
     Edge("fc1_ready", ("fc1_out",), ("fc2: fc1_ready",)),
     Edge("return_counters", ("result_data", "result_scales"), ("reduce: return_counters",)),
     Edge("credits", ("pool",), ("pull: credits",), ring=True),
 )
-"""Every synchronisation edge of a launch but the exit ticket (stream order). Cells announce what is behind `staged`
-too. For `credits` the announced access is the last READ of the slot."""
+"""Every synchronisation edge of a launch but the exit ticket (stream order). Payload tags announce what is behind
+`staged`. For `credits` the announced access is the last READ of the slot."""
 
 BANKED = ("size_cells", "header", "staged", "pool_ready", "fc1_ready", "claim")
 CLEARED = ("staged", "pool_ready", "fc1_ready", "claim")
@@ -68,13 +75,13 @@ def edge_variants() -> list[Variant]:
         for wait in edge.waits:
             found.append(Variant(f"no wait {wait}", "wait dropped", drop=frozenset({wait}), ring=edge.ring))
             found.append(Variant(f"no acquire {wait}", "acquire dropped", hoist=frozenset({wait}), ring=edge.ring))
-            if edge.counted:
-                name = f"wait {wait} one arrival short"
+            if edge.counted or edge.grows:
+                name = f"wait {wait} one {'arrival' if edge.counted else 'launch'} short"
                 found.append(Variant(name, "wait too short", short=frozenset({wait}), ring=edge.ring))
         for obj in edge.announces:
             name = f"{edge.release} visible before {obj}" + (" is read" if edge.ring else "")
             found.append(Variant(name, "release order", early=frozenset({(edge.release, obj)}), ring=edge.ring))
-        if edge.counted:
+        if edge.counted or edge.grows:
             found.append(
                 Variant(f"no release {edge.release}", "release dropped", drop=frozenset({edge.release}), ring=edge.ring)
             )
@@ -100,6 +107,12 @@ def rule_variants() -> list[Variant]:
             "cells",
             rules=frozenset({"size_cells accepted when newer"}),
             one_bank=frozenset({"size_cells"}),
+        ),
+        _rule("no payload tag where nothing was sent", "payload tags"),
+        Variant(
+            "payload offered before the wait for cells, payload_tags compared for equality",
+            "payload tags",
+            rules=frozenset({"payload offered before the wait for cells", "payload_tags compared for equality"}),
         ),
         _rule("payload of the next launch staged before the reduction", "stream order"),
         _rule("exit ticket before the wait for returns", "exit"),
@@ -127,6 +140,26 @@ def rule_variants() -> list[Variant]:
             ring=True,
         ),
         # What the protocol does not need.
+        _rule(
+            "payload_tags awaited where rows were sent",
+            "superfluous",
+            "nobody reads what was not sent; waiting for every source costs nothing and names the one that is late",
+        ),
+        _rule(
+            "payload offered before the wait for cells",
+            "superfluous",
+            "a tag only grows and is compared with >=, so it may be a launch ahead of an owner that was sent nothing",
+        ),
+        _rule(
+            "payload_tags compared for equality",
+            "superfluous",
+            "an offer follows the wait for all cells of its launch, so every owner has ended the launch before",
+        ),
+        _rule(
+            "size_cells sent after staging",
+            "superfluous",
+            "nothing needs cells early; it costs everybody's tile table and weight loads the time of staging",
+        ),
         _rule(
             "two banks of index_rows",
             "superfluous",
@@ -156,13 +189,13 @@ def rule_variants() -> list[Variant]:
         Variant(
             "pull order against tile order, whole pool",
             "superfluous",
-            "with a slot for every block a pull waits for cells only, so its order costs time, not progress",
+            "with a slot for every block a pull waits for cells and tags only, so its order costs time, not progress",
             rules=frozenset({"pull order against tile order"}),
         ),
         Variant(
             "math warps pull before their tiles, whole pool",
             "superfluous",
-            "a pull waits for cells only; the same warps may do both, one after the other",
+            "a pull waits for cells and tags only; the same warps may do both, one after the other",
             rules=frozenset({"rows pulled before the tile loop"}),
         ),
     ]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vendored_kernels import launch, registry
-from vendored_kernels.sm90.config import KernelConfig, LayerSpec, TileConfig
+from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.sm90.config import KernelConfig, TileConfig
 from vendored_kernels.sm100 import config as sm100
 
 ARCH = "sm_90a"

@@ -120,7 +120,8 @@ class Plan:
         """The launch in order."""
         requant = "fc1, SwiGLU" if self.config.activations == ActivationMode.BF16.value else "fc1, SwiGLU, requantise"
         return [
-            Step("stage x, publish ids and counts", "token owner", "payload, index_rows, size_cells"),
+            Step("count routes, publish the counts", "token owner", "size_cells"),
+            Step("stage x and ids, offer them", "token owner", "payload, index_rows, payload_tags"),
             Step("pull rows into expert order", "expert owner", "pool, pool_meta"),
             Step(requant, "expert owner", "fc1_out"),
             Step("fc2, round, encode for the wire", "expert owner", "result_data of the token owner"),

@@ -21,7 +21,7 @@ from trtllm_megamoe.kernels import hopper, objects
 from trtllm_megamoe.kernels.objects import Progress
 from trtllm_megamoe.tuning.tactic import Tactic, TacticSpace
 from vendored_kernels import registry
-from vendored_kernels.sm90.config import KernelConfigError, LayerSpec
+from vendored_kernels.common.layer import KernelConfigError, LayerSpec
 from vendored_kernels.sm100.config import (
     ADDRESSES,
     ARCHITECTURES,

@@ -18,8 +18,8 @@ from trtllm_megamoe.formats import ActivationMode, ScorePlacement
 from trtllm_megamoe.kernels import objects
 from trtllm_megamoe.kernels.objects import Progress
 from vendored_kernels import registry
-from vendored_kernels.sm90.config import KernelConfig, KernelConfigError, LayerSpec, TileConfig, choose_tile
-from vendored_kernels.sm90.sites import (
+from vendored_kernels.common.layer import KernelConfigError, LayerSpec
+from vendored_kernels.common.sites import (
     FAULT_PUBLISH,
     FAULT_PULL,
     FAULT_RETURN,
@@ -29,6 +29,7 @@ from vendored_kernels.sm90.sites import (
     SITE_NAMES,
     SITE_PEER,
 )
+from vendored_kernels.sm90.config import KernelConfig, TileConfig, choose_tile
 
 __all__ = ["SITE_CELLS", "SITE_HEADER", "SITE_PEER", "KernelConfig", "Progress"]
 

@@ -10,15 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trtllm_megamoe.tuning.tactic import Tactic, TacticSpace
-from vendored_kernels.sm90.config import (
-    TILES,
-    KernelConfig,
-    KernelConfigError,
-    LayerSpec,
-    TileConfig,
-    choose_tile,
-    fc1_lag,
-)
+from vendored_kernels.common.layer import KernelConfigError, LayerSpec
+from vendored_kernels.sm90.config import TILES, KernelConfig, TileConfig, choose_tile, fc1_lag
 
 KERNEL = "sm90"
 """Name of the family in tactic tables."""

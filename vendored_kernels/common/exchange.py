@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch between ranks: routes and counts to the expert owners, token rows into expert order (docs/protocol.md).
 
-The steps of one launch, in the protocol's words: `stage` (the kernel's staging, and `place_routes` here), `publish`,
-`cells`, `pull`; `fc1`, `fc2`, `reduce` follow elsewhere. Nothing is reset by the host, no rank waits for a barrier: a
-size cell carries the launch's tag and is banked by its parity, ready counters are banked and cleared by the other
-launch, return counters only grow. Called by a kernel where a layer has several ranks; knows no formats, no matrices.
+The steps of one launch, in the protocol's words: `publish` as soon as routes are counted, meanwhile `stage` (the
+kernel's staging, and `place_routes` here), `offer` once it is done; `cells`, `pull`; `fc1`, `fc2`, `reduce` follow
+elsewhere. Nothing is reset by the host, no rank waits for a barrier: a size cell carries the launch's tag and is banked
+by its parity, ready counters are banked and cleared by the other launch, payload tags and return counters only grow.
+Called by a kernel where a layer has several ranks; knows no formats, no matrices.
 
 `cfg` is the kernel's configuration of any architecture. Used here: `layer`, `threads`, `staging_threads` (which place
-routes), `publish_barrier_threads` (which meet before CTA 0 publishes; 0: they have met), `table_experts` and
-`route_table_experts` (padded numbers of experts: of this rank, of the layer), `token_block` (rows of a full one),
-`pool_block_rows` (experts start at its multiples), `return_pieces` (row pieces of a full fc2 tile).
+routes), `offer_barrier_threads` (which meet before CTA 0 offers: those that stage and one dispatch warp; 0: they have
+met), `table_experts` and `route_table_experts` (padded numbers of experts: of this rank, of the layer), `token_block`
+(rows of a full one), `pool_block_rows` (experts start at its multiples), `return_pieces` (row pieces of a full fc2
+tile).
 """
 
 import cutlass
@@ -18,18 +20,17 @@ from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
 from .routing import load_expert
-from .sites import FAULT_RETURN, SITE_HEADER
+from .sites import FAULT_RETURN, SITE_HEADER, SITE_PAYLOAD, SITE_RETURNS, SITE_STAGED
 from .tiles import TABLE_BARRIER, TableOffsets
 from .units import DISPATCH_WARPS, HELD_INDICES, READY_ROWS, SINGLE_WARPS
 from .waits import (
     COUNT_BITS,
     LAUNCH,
     RANK,
-    SITE_STAGED,
     record_failure,
     wait_at_least,
     wait_for_cell,
-    wait_for_returns,
+    wait_for_peer,
 )
 
 PRODUCER_BARRIER = 11
@@ -38,7 +39,7 @@ PRODUCER_BARRIER = 11
 PRODUCER_THREADS = 32 * (SINGLE_WARPS + DISPATCH_WARPS)
 
 STAGED_BARRIER = 12
-"""Named barrier of CTA 0's staging and dispatch warps where they are different ones: its own tokens are staged."""
+"""Named barrier of CTA 0's staging warps and the dispatch warp that offers, where that one has not staged itself."""
 
 FEW_TOKENS = 4
 """So many tokens CTA 0 stages alone, which saves the others' hop through a counter."""
@@ -58,6 +59,7 @@ class ExchangeOffsets:
         self.lost = self.sent + 4 * ranks  # not 0: some size cell never came; then total token blocks and live experts
         self.blocks = self.lost + 4
         self.live = self.lost + 8
+        self.missing = self.lost + 12  # not 0: some payload tag never came
         self.counts = (
             16 * ranks + 16
         )  # (E): own routes per expert; once published, received routes per (source, expert)
@@ -69,12 +71,18 @@ class ExchangeOffsets:
 
 @cute.jit
 def load_peers(cfg, ex: Int32, peers: Int64, thread):
-    """Shared bases of all ranks into shared memory; nothing is lost yet."""
+    """Shared bases of all ranks into shared memory; nothing is lost or missing yet."""
     at = const_expr(ExchangeOffsets(cfg))
     if thread < cfg.layer.ep_size:
         ptx.sts64(ex + at.peers + thread * 8, ptx.ldg64(peers + Int64(thread) * 8))
     if thread == 0:
         ptx.sts32(ex + at.lost, 0)
+        ptx.sts32(ex + at.missing, 0)
+
+
+def payload_tags(cfg) -> int:
+    """Bytes from the first size cell to the payload tags, one u64 per source: they lie behind both banks."""
+    return 2 * 8 * cfg.layer.num_experts
 
 
 @cute.jit
@@ -146,21 +154,10 @@ def place_routes(
 
 
 @cute.jit
-def publish(
-    cfg,
-    ex: Int32,
-    control: Int32,
-    staged: Int64,
-    other_ctas,
-    cells_at: Int64,
-    header_at: Int64,
-    launch_facts: Int64,
-    thread,
-):
-    """CTA 0's dispatch warps: when every CTA has staged, one size cell per expert of the layer, also where it is 0.
+def publish(cfg, ex: Int32, control: Int32, cells_at: Int64, header_at: Int64, launch_facts: Int64, thread):
+    """CTA 0's dispatch warps, routes counted: one size cell per expert of the layer, also where the count is 0.
 
-    They meet the staging warps of their own CTA at a barrier and wait for the `other_ctas` at a counter. Each thread's
-    fence stands between what it saw of these and its own cells.
+    Each thread's fence stands between its store of the launch's facts and its own cells. Nothing is said of payload.
     """
     at = const_expr(ExchangeOffsets(cfg))
     ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)
@@ -168,23 +165,38 @@ def publish(
     tag = ptx.lds64(control + LAUNCH) + 1
     own_facts = ptx.lds64(ex + at.peers + rank * 8) + header_at + (HEADER_FIXED_WORDS + (Int32(tag) & 1)) * 8
     ptx.stg64(own_facts, ptx.ldg64(launch_facts))  # every thread, so that each one's fence covers it
-    if const_expr(cfg.publish_barrier_threads > 0):
-        cute.arch.barrier(barrier_id=STAGED_BARRIER, number_of_threads=cfg.publish_barrier_threads)
+    ptx.fence_acq_rel_sys()
+    expert = thread
+    while expert < cfg.layer.num_experts:
+        owner = expert // local
+        cell = ptx.lds64(ex + at.peers + owner * 8) + cells_at
+        place = ((Int32(tag) & 1) * ranks + rank) * local + expert - owner * local
+        count = ptx.lds32(ex + at.counts + expert * 4)
+        ptx.peer_flag_store_relaxed_sys64(cell + Int64(place) * 8, tag * (1 << COUNT_BITS) + Int64(count))
+        expert = expert + 32 * DISPATCH_WARPS
+
+
+@cute.jit
+def offer_payload(cfg, ex: Int32, control: Int32, staged: Int64, other_ctas, cells_at: Int64, lane):
+    """One dispatch warp of CTA 0: when every CTA has staged, this launch's tag to every owner, a lane for each.
+
+    The warp meets the staging warps of its own CTA at a barrier and waits for the `other_ctas` at a counter. Each
+    lane's fence stands between what the warp saw of these (payload, index rows, routing weights) and its own tag.
+    """
+    at = const_expr(ExchangeOffsets(cfg))
+    ranks = const_expr(cfg.layer.ep_size)
+    if const_expr(cfg.offer_barrier_threads > 0):
+        cute.arch.barrier(barrier_id=STAGED_BARRIER, number_of_threads=cfg.offer_barrier_threads)
     gave_up = Int32(0)
-    if thread % 32 == 0 and other_ctas > 0:
+    if lane == 0 and other_ctas > 0:
         gave_up = wait_at_least(staged, other_ctas, control, ranks, SITE_STAGED, 0)
     gave_up = ptx.broadcast_lane0(gave_up)
     cute.arch.sync_warp()  # what lane 0 has acquired, every lane's fence covers
-    if gave_up == 0:
+    if gave_up == 0 and lane < ranks:
         ptx.fence_acq_rel_sys()
-        expert = thread
-        while expert < cfg.layer.num_experts:
-            owner = expert // local
-            cell = ptx.lds64(ex + at.peers + owner * 8) + cells_at
-            place = ((Int32(tag) & 1) * ranks + rank) * local + expert - owner * local
-            count = ptx.lds32(ex + at.counts + expert * 4)
-            ptx.peer_flag_store_relaxed_sys64(cell + Int64(place) * 8, tag * (1 << COUNT_BITS) + Int64(count))
-            expert = expert + 32 * DISPATCH_WARPS
+        tags = ptx.lds64(ex + at.peers + lane * 8) + cells_at + const_expr(payload_tags(cfg))
+        tag = ptx.lds64(control + LAUNCH) + 1
+        ptx.peer_flag_store_relaxed_sys64(tags + Int64(ptx.lds32(control + RANK)) * 8, tag)
 
 
 @cute.jit
@@ -206,12 +218,9 @@ def compare_headers(cfg, ex: Int32, control: Int32, header_at: Int64, peer):
 
 
 @cute.jit
-def receive_cells(
-    cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64, index_at: Int64, index_row_words, thread
-):
-    """Producer and dispatch warps: wait for every source's cells; pool layout, places in the index rows from them.
-
-    While the producer warps go on to order the experts, the dispatch warps fetch what index rows begin with.
+def receive_cells(cfg, ex: Int32, table: Int32, control: Int32, cells_at: Int64, thread):
+    """Producer and dispatch warps: wait for every source's cells; from them the pool's layout (the producer warps) and
+    places in the index rows (the dispatch warps).
     """
     at = const_expr(ExchangeOffsets(cfg))
     tab = const_expr(TableOffsets(cfg.table_experts))
@@ -253,8 +262,6 @@ def receive_cells(
                 ptx.sts32(table + tab.first_row + (first + lane) * 4, carry + upto - padded)
                 carry = carry + cute.arch.shuffle_sync(upto, 31)
     else:
-        own_index = ptx.lds64(ex + at.peers + rank * 8) + index_at
-        routes = []
         for k in cutlass.range_constexpr(-(-ranks // DISPATCH_WARPS)):
             source = (thread - 128) // 32 + k * DISPATCH_WARPS
             carry = Int32(0)
@@ -268,13 +275,40 @@ def receive_cells(
                 if inside:
                     ptx.sts32(ex + at.start + word, carry + upto - count)
                 carry = carry + cute.arch.shuffle_sync(upto, 31)
-            wanted = Int32(1) if lane < HELD_INDICES and lane < carry and lost == 0 else Int32(0)
-            row = own_index + Int64(source) * (Int64(index_row_words) * 4)
-            routes.append(ptx.ldg32_if(row + Int64(lane) * 4, wanted))
-        for k in cutlass.range_constexpr(-(-ranks // DISPATCH_WARPS)):
-            source = (thread - 128) // 32 + k * DISPATCH_WARPS
-            if lane < HELD_INDICES and source < ranks:
-                ptx.sts32(ex + at.held + (source * HELD_INDICES + lane) * 4, routes[k])
+
+
+@cute.jit
+def receive_payload(cfg, ex: Int32, control: Int32, cells_at: Int64, index_at: Int64, index_row_words, warp, lane):
+    """Each dispatch warp, after :func:`receive_cells`: wait for its sources' tags, fetch how their index rows begin.
+
+    A barrier of the dispatch warps must follow: they share what they have fetched, and what they have acquired. A tag
+    may be the next launch's where the source sent nothing to this rank.
+    """
+    at = const_expr(ExchangeOffsets(cfg))
+    ranks, local = const_expr(cfg.layer.ep_size), const_expr(cfg.layer.num_local_experts)
+    own = ptx.lds64(ex + at.peers + ptx.lds32(control + RANK) * 8)
+    awaited = warp + lane * DISPATCH_WARPS
+    if awaited < ranks:
+        tags = own + cells_at + const_expr(payload_tags(cfg))
+        tag = ptx.lds64(control + LAUNCH) + 1
+        if wait_for_peer(tags + Int64(awaited) * 8, tag, control, ranks, SITE_PAYLOAD, awaited) != 0:
+            ptx.sts32(ex + at.missing, 1)
+    cute.arch.sync_warp()  # what one lane has acquired, all lanes read
+    usable = ptx.lds32(ex + at.lost) + ptx.lds32(ex + at.missing) == 0
+    routes = []
+    for k in cutlass.range_constexpr(-(-ranks // DISPATCH_WARPS)):
+        source = warp + k * DISPATCH_WARPS
+        wanted = Int32(0)
+        if lane < HELD_INDICES and source < ranks and usable:
+            last = (source * local + local - 1) * 4
+            sent = ptx.lds32(ex + at.start + last) + ptx.lds32(ex + at.counts + last)
+            wanted = Int32(1) if lane < sent else Int32(0)
+        row = own + index_at + Int64(source) * (Int64(index_row_words) * 4)
+        routes.append(ptx.ldg32_if(row + Int64(lane) * 4, wanted))
+    for k in cutlass.range_constexpr(-(-ranks // DISPATCH_WARPS)):
+        source = warp + k * DISPATCH_WARPS
+        if lane < HELD_INDICES and source < ranks:
+            ptx.sts32(ex + at.held + (source * HELD_INDICES + lane) * 4, routes[k])
 
 
 @cute.jit
@@ -356,53 +390,54 @@ def pull(
     """
     at = const_expr(ExchangeOffsets(cfg))
     tab = const_expr(TableOffsets(cfg.table_experts))
-    item = warp * gdim + bidx
-    # What is cheap to read again is not kept: these warps have few registers.
-    while item < ptx.lds32(ex + at.blocks) * const_expr(cfg.token_block * pieces):
-        total = ptx.lds32(ex + at.blocks) * const_expr(cfg.token_block * pieces)
-        mine = item + lane * (gdim * DISPATCH_WARPS)
-        rank = ptx.lds32(control + RANK)
-        word = Int32(0)  # source and route
-        pool_row = Int32(-1)
-        piece = Int32(0)
-        if mine < total:
-            slot = mine // pieces
-            piece = mine - slot * pieces
-            expert, row, source, place = _find_row(cfg, ex, table, slot, rank)
-            if row >= 0:
-                pool_row = ptx.lds32(table + tab.first_row + expert * 4) + row
-                index = ptx.lds64(ex + at.peers + rank * 8) + index_at
-                held = Int32(1) if place < HELD_INDICES else Int32(0)
-                route = ptx.ldg32_if(index + (Int64(source) * Int64(index_row_words) + place) * 4, Int32(1) - held)
-                if held != 0:
-                    route = ptx.lds32(ex + at.held + (source * HELD_INDICES + place) * 4)
-                word = source * (1 << COUNT_BITS) + route
-                if piece == 0:
-                    ptx.stg_pair(row_meta + Int64(pool_row) * 8, source, route)
-        waiting = ptx.ballot(Int32(1) if pool_row >= 0 else Int32(0))
-        while waiting != 0:
-            j = ptx.first_bit(waiting)
-            waiting = waiting & (waiting - 1)
-            this_row = cute.arch.shuffle_sync(pool_row, j)
-            this_piece = cute.arch.shuffle_sync(piece, j)
-            packed = cute.arch.shuffle_sync(word, j)
-            base = ptx.lds64(ex + at.peers + (packed >> COUNT_BITS) * 8)
-            route = packed & ((1 << COUNT_BITS) - 1)
-            token = Int64(route // cfg.layer.top_k)
-            copy_piece(
-                cfg,
-                *context,
-                base + payload_at + token * Int64(payload_row_bytes),
-                base + payload_scales_at + token * Int64(payload_scale_row_bytes),
-                base + route_weights_at + Int64(route) * 4,
-                this_row,
-                this_piece,
-                lane,
-            )
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.flag_add_release_gpu(pool_ready + Int64(this_row // READY_ROWS) * 4, 1)
-        item = item + gdim * (32 * DISPATCH_WARPS)
+    if ptx.lds32(ex + at.missing) == 0:  # nobody may be told of rows whose source gave no word
+        item = warp * gdim + bidx
+        # What is cheap to read again is not kept: these warps have few registers.
+        while item < ptx.lds32(ex + at.blocks) * const_expr(cfg.token_block * pieces):
+            total = ptx.lds32(ex + at.blocks) * const_expr(cfg.token_block * pieces)
+            mine = item + lane * (gdim * DISPATCH_WARPS)
+            rank = ptx.lds32(control + RANK)
+            word = Int32(0)  # source and route
+            pool_row = Int32(-1)
+            piece = Int32(0)
+            if mine < total:
+                slot = mine // pieces
+                piece = mine - slot * pieces
+                expert, row, source, place = _find_row(cfg, ex, table, slot, rank)
+                if row >= 0:
+                    pool_row = ptx.lds32(table + tab.first_row + expert * 4) + row
+                    index = ptx.lds64(ex + at.peers + rank * 8) + index_at
+                    held = Int32(1) if place < HELD_INDICES else Int32(0)
+                    route = ptx.ldg32_if(index + (Int64(source) * Int64(index_row_words) + place) * 4, Int32(1) - held)
+                    if held != 0:
+                        route = ptx.lds32(ex + at.held + (source * HELD_INDICES + place) * 4)
+                    word = source * (1 << COUNT_BITS) + route
+                    if piece == 0:
+                        ptx.stg_pair(row_meta + Int64(pool_row) * 8, source, route)
+            waiting = ptx.ballot(Int32(1) if pool_row >= 0 else Int32(0))
+            while waiting != 0:
+                j = ptx.first_bit(waiting)
+                waiting = waiting & (waiting - 1)
+                this_row = cute.arch.shuffle_sync(pool_row, j)
+                this_piece = cute.arch.shuffle_sync(piece, j)
+                packed = cute.arch.shuffle_sync(word, j)
+                base = ptx.lds64(ex + at.peers + (packed >> COUNT_BITS) * 8)
+                route = packed & ((1 << COUNT_BITS) - 1)
+                token = Int64(route // cfg.layer.top_k)
+                copy_piece(
+                    cfg,
+                    *context,
+                    base + payload_at + token * Int64(payload_row_bytes),
+                    base + payload_scales_at + token * Int64(payload_scale_row_bytes),
+                    base + route_weights_at + Int64(route) * 4,
+                    this_row,
+                    this_piece,
+                    lane,
+                )
+                cute.arch.sync_warp()
+                if lane == 0:
+                    ptx.flag_add_release_gpu(pool_ready + Int64(this_row // READY_ROWS) * 4, 1)
+            item = item + gdim * (32 * DISPATCH_WARPS)
 
 
 @cute.jit
@@ -418,7 +453,7 @@ def rows_of(
     if lane < cfg.layer.ep_size:
         first = row0 - ptx.lds32(table + tab.first_row + expert * 4)
         columns = const_expr(cfg.return_pieces)
-        rest = cfg.layer.fc2_records - row_tile * columns
+        rest = cfg.layer.result_pieces - row_tile * columns
         count = rows_of_source(cfg, ex, expert, first, valid, lane) * (rest if rest < columns else Int32(columns))
     return count
 
@@ -442,10 +477,10 @@ def wait_for_own_rows(cfg, ex: Int32, control: Int32, returns_at: Int64, expecte
     at = const_expr(ExchangeOffsets(cfg))
     ranks = const_expr(cfg.layer.ep_size)
     if lane < ranks:
-        sent = Int64(ptx.lds32(ex + at.sent + lane * 4)) * Int64(cfg.layer.fc2_records)
+        sent = Int64(ptx.lds32(ex + at.sent + lane * 4)) * Int64(cfg.layer.result_pieces)
         target = ptx.ldg64(expected + Int64(lane) * 8) + sent
         counter = ptx.lds64(ex + at.peers + ptx.lds32(control + RANK) * 8) + returns_at + Int64(lane) * 8
-        wait_for_returns(counter, target, control, ranks, lane)
+        wait_for_peer(counter, target, control, ranks, SITE_RETURNS, lane)
     cute.arch.sync_warp()
 
 
@@ -455,4 +490,4 @@ def advance_expected(cfg, ex: Int32, expected: Int64):
     at = const_expr(ExchangeOffsets(cfg))
     for r in cutlass.range(cfg.layer.ep_size, unroll=1):
         cell = expected + Int64(r) * 8
-        ptx.stg64(cell, ptx.ldg64(cell) + Int64(ptx.lds32(ex + at.sent + r * 4)) * Int64(cfg.layer.fc2_records))
+        ptx.stg64(cell, ptx.ldg64(cell) + Int64(ptx.lds32(ex + at.sent + r * 4)) * Int64(cfg.layer.result_pieces))

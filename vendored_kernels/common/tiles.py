@@ -43,27 +43,6 @@ class TableOffsets:
 
 
 @cute.jit
-def build_table(
-    experts: cutlass.Constexpr,
-    slots: cutlass.Constexpr,
-    block: cutlass.Constexpr,
-    r1: cutlass.Constexpr,
-    r2: cutlass.Constexpr,
-    barrier_id: cutlass.Constexpr,
-    tab: Int32,
-    lag,
-    thread,
-):
-    """128 threads together: the segment table from the experts' row counts; returns token blocks and live experts.
-
-    `experts` of `slots` table slots, token blocks of `block` rows, `r1` and `r2` row tiles of fc1 and fc2.
-    """
-    total, live = order_experts(experts, slots, block, barrier_id, tab, thread)
-    lay_out_segments(slots, r1, r2, barrier_id, tab, lag, total, live, thread)
-    return total, live
-
-
-@cute.jit
 def order_experts(
     experts: cutlass.Constexpr,
     slots: cutlass.Constexpr,
@@ -72,7 +51,10 @@ def order_experts(
     tab: Int32,
     thread,
 ):
-    """128 threads together: `order` and `first_block`, all that a reader of token rows needs; as `build_table`."""
+    """128 threads together: `order` and `first_block`, all that a reader of token rows needs, from the experts' rows.
+
+    `experts` of `slots` table slots, token blocks of `block` rows. Returns token blocks and live experts.
+    """
     at = const_expr(TableOffsets(slots))
     e = thread
     while e < experts:
@@ -124,7 +106,10 @@ def lay_out_segments(
     live,
     thread,
 ):
-    """128 threads together, after :func:`order_experts`: the segments of the tile stream."""
+    """128 threads together, after :func:`order_experts`: the segments of the tile stream.
+
+    `r1` and `r2`: row tiles of fc1 and fc2 per expert; `lag`: fc1 tiles between the end of an expert's fc1 and its fc2.
+    """
     at = const_expr(TableOffsets(slots))
     # fc2 of the i-th expert follows fc1 of the first m >= i with >= lag fc1 tiles since the end of fc1(i)
     i = thread

@@ -5,7 +5,7 @@ SINGLE_WARPS = 4
 """Warps with one purpose each (weights, tokens, releases and one more); they build the tile table together."""
 
 DISPATCH_WARPS = 4
-"""Warps that publish size cells and pull token rows from their owners (kernels with an exchange)."""
+"""Warps that publish size cells, offer payload and pull token rows from their owners (kernels with an exchange)."""
 
 READY_ROWS = 32
 """Pool rows of one `pool_ready` counter; experts start at multiples of it."""

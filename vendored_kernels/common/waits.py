@@ -12,22 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
-from .sites import SITE_CELLS, SITE_FC1, SITE_FC2, SITE_HEADER, SITE_PEER, SITE_POOL, SITE_RETURNS, SITE_STAGED
-
-__all__ = [
-    "SITE_CELLS",
-    "SITE_FC1",
-    "SITE_FC2",
-    "SITE_HEADER",
-    "SITE_POOL",
-    "SITE_RETURNS",
-    "SITE_STAGED",
-    "record_departure",
-    "record_failure",
-    "wait_at_least",
-    "wait_for_cell",
-    "wait_for_returns",
-]
+from .sites import SITE_CELLS, SITE_PEER, SITE_POOL
 
 POLLS_PER_CHECK = 1024
 
@@ -78,12 +63,21 @@ def record_departure(control: Int32):
 
 
 @cute.jit
-def _gives_up(control: Int32, start: Int64):
-    """0: go on waiting; 1: some rank has aborted; 2: the time is up."""
+def _limit(control: Int32, patience: cutlass.Constexpr):
+    """Nanoseconds that a wait may take."""
+    limit = ptx.lds64(control + TIMEOUT)
+    if const_expr(patience > 1):
+        limit = limit * patience
+    return limit
+
+
+@cute.jit
+def _gives_up(control: Int32, start: Int64, patience: cutlass.Constexpr = 1):
+    """0: go on waiting; 1: some rank has aborted; 2: the time is up, `patience` times the launch's limit."""
     verdict = Int32(0)
     if ptx.flag_load_acquire_sys(ptx.lds64(control + ABORT)) != 0:
         verdict = Int32(1)
-    elif cute.arch.globaltimer() - start > ptx.lds64(control + TIMEOUT):
+    elif cute.arch.globaltimer() - start > _limit(control, patience):
         verdict = Int32(2)
     return verdict
 
@@ -99,7 +93,7 @@ def wait_at_least(address: Int64, target, control: Int32, ranks: cutlass.Constex
         polls = polls + 1
         if polls == POLLS_PER_CHECK:
             polls = Int32(0)
-            gave_up = _gives_up(control, start)
+            gave_up = _gives_up(control, start, 2 if site == SITE_POOL else 1)
             if gave_up == 2:
                 record_failure(control, ranks, Int32(site), index, Int64(target), Int64(seen), Int32(-1))
         if gave_up == 0:
@@ -127,8 +121,10 @@ def wait_for_cell(address: Int64, tag: Int64, control: Int32, ranks: cutlass.Con
 
 
 @cute.jit
-def wait_for_returns(address: Int64, target: Int64, control: Int32, ranks: cutlass.Constexpr, index):
-    """Poll a cumulative return counter until it reaches `target`."""
+def wait_for_peer(
+    address: Int64, target: Int64, control: Int32, ranks: cutlass.Constexpr, site: cutlass.Constexpr, peer
+):
+    """Poll a word that only a peer raises until it reaches `target`; returns 1 when it gave up, else 0."""
     start = cute.arch.globaltimer()
     seen = ptx.peer_flag_load_acquire_sys64(address)
     polls = Int32(0)
@@ -139,6 +135,7 @@ def wait_for_returns(address: Int64, target: Int64, control: Int32, ranks: cutla
             polls = Int32(0)
             gave_up = _gives_up(control, start)
             if gave_up == 2:
-                record_failure(control, ranks, Int32(SITE_RETURNS), index, target, seen, index)
+                record_failure(control, ranks, Int32(site), peer, target, seen, peer)
         if gave_up == 0:
             seen = ptx.peer_flag_load_acquire_sys64(address)
+    return Int32(1) if gave_up != 0 else Int32(0)

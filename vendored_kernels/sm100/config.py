@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from ..common.layer import KernelConfigError, LayerSpec
 from ..common.units import CONTROL_BYTES, DISPATCH_WARPS, RETURN_COLUMNS, SINGLE_WARPS, exchange_words
-from ..sm90.config import KernelConfigError, LayerSpec
+from ..launch import CALL, LAYOUT_NUMBERS, ROUTE_FACTS, WORKSPACE
 
 ARCHITECTURES = ("sm_100a", "sm_103a")
 
@@ -158,8 +159,8 @@ class KernelConfig:
         return 32 * STAGING_WARPS
 
     @property
-    def publish_barrier_threads(self) -> int:
-        """None: those that publish have staged, and met the others after it."""
+    def offer_barrier_threads(self) -> int:
+        """None: the warp that offers has staged itself, and met the others after it."""
         return 0
 
     @property
@@ -376,59 +377,10 @@ def fc1_lag(num_sms: int) -> int:
 
 
 ADDRESSES = (
-    "w1_codes",
-    "w1_scales",
-    "w2_codes",
-    "w2_scales",
-    "scales",
-    "x",
-    "ids",
-    "route_weights",
-    "num_tokens",
-    "y",
-    "pool",
-    "pool_scales",
-    "row_weight",
-    "row_meta",
-    "route_rows",
-    "h",
-    "h_scales",
-    "counters",
-    "ready",
-    "pool_ready",
-    "epoch",
-    "expected_returns",
-    "error",
-    "timeout_ns",
-    "peers",
-    "abort_at",
-    "header_at",
-    "cells_at",
-    "returns_at",
-    "index_at",
-    "payload_at",
-    "payload_scales_at",
-    "route_weights_at",
-    "results_at",
-    "result_scales_at",
+    *("w1_codes", "w1_scales", "w2_codes", "w2_scales", *CALL),
+    *("pool", "pool_scales", *ROUTE_FACTS, "h", "h_scales", *WORKSPACE),
 )
-"""64-bit arguments: addresses (operands in kernel.py), the timeout in nanoseconds, and `*_at`: a shared region's offset
-behind a rank's base in the table `peers`; for one rank they are addresses and the table is not read."""
+"""64-bit arguments (operands in kernel.py; `launch.py` explains those of every kernel)."""
 
-NUMBERS = (
-    "pool_rows",
-    "ready_words",
-    "pool_ready_words",
-    "index_row_words",
-    "payload_row_bytes",
-    "payload_scale_row_bytes",
-    "ids_are_64",
-    "fault_step",
-    "dry",
-    "lag",
-    "rank",
-    "grid",
-)
-"""32-bit arguments: pool capacity (a multiple of 128); ready and pool-ready counters per bank; routes of one source (T
-times K at the cap); strides of the staged rows; 1 for int64 ids; the step before which this rank stops (0; a test's way
-to a timeout, see `common/sites.py`); 1 to load the code and do nothing; fc1 lag; this rank; CTAs."""
+NUMBERS = (*LAYOUT_NUMBERS, "grid")
+"""32-bit arguments: those of every kernel, and the CTAs of the launch."""

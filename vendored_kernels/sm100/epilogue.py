@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from .. import ptx
 from ..common import tiles, wire
+from ..common.release import INFO_BYTES
 from ..common.waits import COUNT_BITS
 from . import instructions
 from .config import (
@@ -23,7 +24,6 @@ from .config import (
     scale_atoms,
     scale_word,
 )
-from .mainloop import INFO_BYTES
 
 EPILOGUE_BARRIER = 1
 """Named barrier of the epilogue warps."""

@@ -28,16 +28,17 @@ ceil(r / 128))
     counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words);
     pool_ready u32 (2, pool_ready_words); epoch u64; expected_returns u64 (ranks); error u64 (8)
     peers u64 (ranks): bases of the shared spaces; the regions behind them, at the same offsets on every rank: abort,
-    header, size cells, return counters, index rows, payload and its scales (in column order), routing weights, result
-    rows and scales (trtllm_megamoe/regions.py has shapes; wire format by token * K + slot)
+    header, size cells and payload tags, return counters, index rows, payload and its scales (in column order), routing
+    weights, result rows and scales (trtllm_megamoe/regions.py has shapes; wire format by token * K + slot)
 Scale atoms
     512 bytes for 128 rows x 4 blocks of 16: byte (r % 32) * 16 + (r % 128) / 32 * 4 + block. A load takes whole 128-row
     blocks, so it also reads other tokens' scales, perhaps while they are written, or scales of no token, perhaps NaN;
     at 256 tokens the codes of the next expert's rows as well. All of it ends in columns that are dropped.
 Warp roles (12 warps, 1 CTA per SM)
     0-3    epilogue; at the start they stage tokens, at the end they sum routes
-    4-7    helpers: they stage and sum too; between, with several ranks, they send size cells (CTA 0), read them (with 8
-           to 11) and pull rows of peers into the pool while tiles run
+    4-7    helpers: they stage and sum too; with several ranks they send size cells before they stage (CTA 0), read
+           them afterwards (with 8 to 11), send (CTA 0, one warp) and read payload tags, and pull rows of peers into the
+           pool while tiles run
     8      MMA                                     9      W: table, claims, weight loads
     10     T: token loads, the only warp that waits for a tile's tokens
     11     R: releases; it also clears the next launch's counters and, in CTA 0, compares the ranks' headers
@@ -70,10 +71,13 @@ One rank
                      R: red.release.gpu on `fc2 done`              ld
 Several ranks
     payload, index   staging warps: st, named barrier, one         peers' helpers: plain ld after      own next launch
-    rows             red.release.gpu on `staged`; CTA 0's          their cells (never ld.nc)
-                     helpers: ld.acquire.gpu
+    rows, weights    red.release.gpu on `staged`; a helper warp    their payload tags (never ld.nc)
+                     of CTA 0: ld.acquire.gpu
     size cells,      CTA 0's helpers: fence.acq_rel.sys and        every CTA: ld.acquire.sys until     never: tag of the
     launch facts     st.relaxed.sys in each storing thread         the tag is this launch's            launch, two banks
+    payload tags     a helper warp of CTA 0: fence.acq_rel.sys     every CTA's helpers:                never: they grow
+                     and st.relaxed.sys in each storing lane       ld.acquire.sys >= this launch,
+                                                                   barrier of theirs
     pool, scales,    helpers: st, syncwarp, red.release.gpu on     T: ld.acquire.gpu >= pieces,        stream
     row_*            pool_ready                                    fence.proxy.async, TMA
     results          epilogue: st to the token owner, arrive on    owner: ld.acquire.sys >= sum of     never: cumulative
@@ -89,7 +93,7 @@ from cutlass import Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint8, co
 from cutlass.cute.nvgpu import cpasync
 
 from .. import ptx
-from ..common import exchange, routing, tiles, wire
+from ..common import exchange, release, routing, tiles, wire
 from ..common.exchange import PRODUCER_BARRIER, PRODUCER_THREADS, ExchangeOffsets
 from ..common.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED, SITE_FC2
 from ..common.tiles import TABLE_BARRIER
@@ -434,7 +438,7 @@ class Sm100MegaMoeNvfp4Kernel:
                 thread = tidx - STAGING_WARPS * 32
                 if const_expr(cfg.exchange):
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
-                    exchange.receive_cells(cfg, ex, table, control, cells_at, index_at, index_row_words, thread)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, thread)
                 blocks, live = tiles.order_experts(experts, slots, cfg.tile.tokens, TABLE_BARRIER, table, thread)
                 if const_expr(cfg.exchange):  # the helpers may begin to pull
                     exchange.share_table(cfg, ex, blocks, live, thread)
@@ -483,13 +487,36 @@ class Sm100MegaMoeNvfp4Kernel:
                         gdim,
                         lane,
                     )
-                    mainloop.release_warp(
-                        cfg, bars, info, bank, ready_bank, ex, table, control, returns_at, fault_step, lane
+                    release.release_warp(
+                        cfg,
+                        RING_SLOTS,
+                        bars[4],
+                        bars[5],
+                        bars[6],
+                        info,
+                        bank,
+                        ready_bank,
+                        ex,
+                        table,
+                        control,
+                        returns_at,
+                        fault_step,
+                        lane,
                     )
             else:
                 first_route, own_routes = first_token * layer.top_k, own_tokens * layer.top_k
                 target = (pool, pool_scales)
                 if const_expr(cfg.exchange):
+                    if bidx == 0 and warp >= EPILOGUE_WARPS and fault_step != FAULT_PUBLISH:
+                        exchange.publish(
+                            cfg,
+                            ex,
+                            control,
+                            cells_at,
+                            header_at,
+                            scales + experts * 16 + 8,
+                            tidx - EPILOGUE_WARPS * 32,
+                        )
                     exchange.place_routes(
                         cfg,
                         ex,
@@ -555,21 +582,13 @@ class Sm100MegaMoeNvfp4Kernel:
                     if tidx == 0:
                         ptx.sts32(hold_at + 4, fc2_tiles)
                 elif const_expr(cfg.exchange):
-                    if bidx == 0 and fault_step != FAULT_PUBLISH:
-                        exchange.publish(
-                            cfg,
-                            ex,
-                            control,
-                            bank + tiles.STAGED * 4,
-                            staging_ctas,
-                            cells_at,
-                            header_at,
-                            scales + experts * 16 + 8,
-                            tidx - EPILOGUE_WARPS * 32,
-                        )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
-                    # thread 128 and up
-                    exchange.receive_cells(cfg, ex, table, control, cells_at, index_at, index_row_words, tidx)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, tidx)  # thread 128 and up
+                    if bidx == 0 and warp == EPILOGUE_WARPS:
+                        exchange.offer_payload(cfg, ex, control, bank + tiles.STAGED * 4, staging_ctas, cells_at, lane)
+                    exchange.receive_payload(
+                        cfg, ex, control, cells_at, index_at, index_row_words, warp - EPILOGUE_WARPS, lane
+                    )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
                     if fault_step != FAULT_PULL:
                         exchange.pull(

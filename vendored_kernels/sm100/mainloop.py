@@ -2,7 +2,7 @@
 """The GEMM pipeline of one tile after the other: weight and token loads by TMA, block-scaled FP4 MMA into TMEM.
 
 W claims tiles and streams weights with their scales; T waits until a tile's tokens are readable and streams them; the
-MMA warp copies scales to TMEM and issues tcgen05.mma; R publishes finished tiles. Called by the kernel's role branch.
+MMA warp copies scales to TMEM and issues tcgen05.mma. Called by the kernel's role branch.
 """
 
 import cutlass
@@ -14,7 +14,8 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx
-from ..common import exchange, tiles
+from ..common import tiles
+from ..common.release import INFO_BYTES
 from ..common.sites import SITE_FC1, SITE_POOL, SITE_STAGED
 from ..common.units import READY_ROWS
 from ..common.waits import COUNT_BITS, GIVEN_UP, RANK, wait_at_least
@@ -30,13 +31,6 @@ from .config import (
     scale_block,
     scale_column,
 )
-
-INFO_BYTES = 32
-"""A ring entry: {kind, expert, row tile, first pool row, valid rows, token block of the launch, -, given up}. The last
-word is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is finished."""
-
-MOST_UNANNOUNCED = 8
-"""Finished fc2 tiles that other ranks are told of at once."""
 
 GROUP = tcgen05.CtaGroup.ONE
 
@@ -424,71 +418,6 @@ def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
             if pair == cfg.accumulator_pairs:
                 pair = Int32(0)
                 pair_phase = pair_phase ^ 1
-        slot = slot + 1
-        if slot == RING_SLOTS:
-            slot = Int32(0)
-            slot_phase = slot_phase ^ 1
-
-
-@cute.jit
-def release_warp(
-    cfg,
-    bars,
-    info: Int32,
-    bank: Int64,
-    ready: Int64,
-    ex: Int32,
-    table: Int32,
-    control: Int32,
-    returns_at: Int64,
-    fault_step,
-    lane,
-):
-    """R: publishes finished tiles, so that no epilogue warp waits for a release.
-
-    Announcing result rows to other ranks costs a fence of the whole system, so it is done when no further tile is
-    finished, or for MOST_UNANNOUNCED tiles at once. Nothing is left at the end: the entry that ends the list is never a
-    finished tile.
-    """
-    ifull, iempty, done = bars[4], bars[5], bars[6]
-    slot, slot_phase = Int32(0), Int32(0)
-    kind = Int32(tiles.FC1)
-    rows = Int32(0)
-    unannounced = Int32(0)
-    while kind != tiles.END:
-        if const_expr(cfg.exchange):
-            if unannounced > 0:
-                next_is_done = ptx.barrier_is_done(Int32((ifull + slot).toint()), slot_phase)
-                next_is_done = next_is_done & ptx.barrier_is_done(Int32((done + slot).toint()), slot_phase)
-                if ptx.broadcast_lane0(next_is_done) == 0 or unannounced == MOST_UNANNOUNCED:
-                    exchange.give_back(cfg, ex, table, control, returns_at, fault_step, rows, lane)
-                    rows = Int32(0)
-                    unannounced = Int32(0)
-        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
-        entry = info + slot * INFO_BYTES
-        kind = ptx.lds32(entry)
-        expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
-        row0, valid, counter = ptx.lds32(entry + 12), ptx.lds32(entry + 16), ptx.lds32(entry + 20)
-        given_up = Int32(0)
-        if kind != tiles.END:
-            cute.arch.mbarrier_wait(done + slot, slot_phase)
-            given_up = ptx.lds32(entry + 28)
-        cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
-        if lane == 0:
-            cute.arch.mbarrier_arrive(iempty + slot)
-        if given_up == 0:
-            if kind == tiles.FC1:
-                if lane == 0:
-                    ptx.fence_proxy_async()
-                    ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
-            elif kind == tiles.FC2:
-                if const_expr(cfg.exchange):
-                    rows = rows + exchange.rows_of(
-                        cfg, ex, table, control, returns_at, fault_step, expert, row_tile, row0, valid, lane
-                    )
-                    unannounced = unannounced + 1
-                elif lane == 0:
-                    ptx.flag_add_release_gpu(bank + tiles.FC2_DONE * 4, 1)
         slot = slot + 1
         if slot == RING_SLOTS:
             slot = Int32(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from ..common.layer import KernelConfigError, LayerSpec
 from ..common.units import DISPATCH_WARPS, READY_ROWS, RETURN_COLUMNS, exchange_words
 
 K_STEP = 128
@@ -27,9 +28,6 @@ FEW_TOKENS_WIDTH = 32
 POOL_BLOCK_ROWS = READY_ROWS
 """Experts start at multiples of this many pool rows."""
 
-MAX_LOCAL_EXPERTS = 256
-MAX_TOP_K = 16
-MAX_EP_SIZE = 16
 MAX_SHARED_BYTES = 232448
 REGISTER_FILE = 65536
 
@@ -47,107 +45,25 @@ STAGE_WEIGHT_BYTES = 2 * RECORD_BYTES
 WEIGHTS_IN_FLIGHT_BYTES = 110_000
 """Weight bytes per multiprocessor that hide the latency of HBM."""
 
-ACTIVATION_MODES = ("nvfp4", "bf16")
-COMBINE_FORMATS = ("bf16", "fp8", "fp4")
+
+def fc1_records(layer: LayerSpec) -> int:
+    """128-row records of the interleaved gate and up rows."""
+    return -(-2 * layer.intermediate_size // RECORD_ROWS)
 
 
-class KernelConfigError(ValueError):
-    """A shape, option or tile configuration that this kernel does not support; the text names the rule."""
+def fc2_records(layer: LayerSpec) -> int:
+    """128-row records of the down rows."""
+    return -(-layer.hidden_size // RECORD_ROWS)
 
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """The layer's facts that are compiled into a kernel.
+def fc1_steps(layer: LayerSpec) -> int:
+    """128-wide reduction steps of fc1."""
+    return -(-layer.hidden_size // K_STEP)
 
-    Attributes:
-        hidden_size, intermediate_size: H (multiple of 32) and I (multiple of 16).
-        num_local_experts: experts of this rank, at most 256.
-        top_k: routes per token, at most 16.
-        ep_size: ranks of the layer, at most 16; ids name ep_size * num_local_experts experts, in rank order.
-        activation_mode: "nvfp4" or "bf16" (docs/numerics.md 4.1, 4.2).
-        combine_format: "bf16", "fp8" or "fp4": encoding of a route's result row.
-        weigh_before_requant: multiply the routing weight before the requantisation, not in the top-k sum.
-        swiglu_limit: clamp bound or None.
-        swiglu_alpha, swiglu_beta: h = g * sigmoid(alpha * g) * (u + beta).
-    """
 
-    hidden_size: int
-    intermediate_size: int
-    num_local_experts: int
-    top_k: int
-    activation_mode: str
-    combine_format: str = "bf16"
-    weigh_before_requant: bool = False
-    swiglu_limit: float | None = None
-    swiglu_alpha: float = 1.0
-    swiglu_beta: float = 0.0
-    ep_size: int = 1
-
-    def check(self) -> None:
-        """Raise :class:`KernelConfigError` with every broken rule."""
-        faults = []
-        if self.hidden_size <= 0 or self.hidden_size % 32:
-            faults.append(f"hidden_size {self.hidden_size} must be a positive multiple of 32")
-        if self.intermediate_size <= 0 or self.intermediate_size % 16:
-            faults.append(f"intermediate_size {self.intermediate_size} must be a positive multiple of 16")
-        if not 1 <= self.num_local_experts <= MAX_LOCAL_EXPERTS:
-            faults.append(f"num_local_experts {self.num_local_experts} must be in 1..{MAX_LOCAL_EXPERTS}")
-        if not 1 <= self.top_k <= MAX_TOP_K:
-            faults.append(f"top_k {self.top_k} must be in 1..{MAX_TOP_K}")
-        if not 1 <= self.ep_size <= MAX_EP_SIZE:
-            faults.append(f"ep_size {self.ep_size} must be in 1..{MAX_EP_SIZE}")
-        if self.activation_mode not in ACTIVATION_MODES:
-            faults.append(f"activation_mode {self.activation_mode!r} must be one of {ACTIVATION_MODES}")
-        if self.combine_format not in COMBINE_FORMATS:
-            faults.append(f"combine_format {self.combine_format!r} must be one of {COMBINE_FORMATS}")
-        if self.swiglu_limit is not None and not 0 < self.swiglu_limit:
-            faults.append(f"swiglu_limit {self.swiglu_limit} must be > 0 or None")
-        if faults:
-            raise KernelConfigError("sm_90a kernel: " + "; ".join(faults))
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of all ranks."""
-        return self.num_local_experts * self.ep_size
-
-    @property
-    def clamp(self) -> float | None:
-        """The clamp bound, None where it cannot bind."""
-        limit = self.swiglu_limit
-        return None if limit is None or limit == float("inf") else limit
-
-    @property
-    def fc1_records(self) -> int:
-        """128-row records of the interleaved gate and up rows."""
-        return -(-2 * self.intermediate_size // RECORD_ROWS)
-
-    @property
-    def fc2_records(self) -> int:
-        """128-row records of the down rows."""
-        return -(-self.hidden_size // RECORD_ROWS)
-
-    @property
-    def fc1_steps(self) -> int:
-        """128-wide reduction steps of fc1."""
-        return -(-self.hidden_size // K_STEP)
-
-    @property
-    def fc2_steps(self) -> int:
-        """128-wide reduction steps of fc2."""
-        return -(-self.intermediate_size // K_STEP)
-
-    @property
-    def data_row_bytes(self) -> int:
-        """Bytes of one route's result row, data plane."""
-        h = self.hidden_size
-        return {"bf16": 2 * h, "fp8": h, "fp4": h // 2}[self.combine_format]
-
-    @property
-    def scale_row_bytes(self) -> int:
-        """Bytes of one route's result row, scale plane (0 for bf16)."""
-        h = self.hidden_size
-        raw = {"bf16": 0, "fp8": h // 32, "fp4": h // 8}[self.combine_format]
-        return -(-raw // 16) * 16
+def fc2_steps(layer: LayerSpec) -> int:
+    """128-wide reduction steps of fc2."""
+    return -(-layer.intermediate_size // K_STEP)
 
 
 @dataclass(frozen=True)
@@ -268,9 +184,9 @@ class KernelConfig:
         return self.tile.math_warpgroups * 128
 
     @property
-    def publish_barrier_threads(self) -> int:
-        """Threads that meet before CTA 0 publishes: those that stage and the dispatch warps."""
-        return self.staging_threads + 32 * DISPATCH_WARPS
+    def offer_barrier_threads(self) -> int:
+        """Threads that meet before CTA 0 offers its payload: those that stage and one dispatch warp."""
+        return self.staging_threads + 32
 
     @property
     def launch_registers(self) -> int:
@@ -392,12 +308,12 @@ class KernelConfig:
     @property
     def fc1_row_tiles(self) -> int:
         """Row tiles of fc1 per expert."""
-        return -(-self.layer.fc1_records * RECORD_ROWS // self.tile.rows)
+        return -(-fc1_records(self.layer) * RECORD_ROWS // self.tile.rows)
 
     @property
     def fc2_row_tiles(self) -> int:
         """Row tiles of fc2 per expert."""
-        return -(-self.layer.fc2_records * RECORD_ROWS // self.tile.rows)
+        return -(-fc2_records(self.layer) * RECORD_ROWS // self.tile.rows)
 
     def facts(self) -> dict:
         """Everything that distinguishes one compiled kernel from another, JSON-ready."""
@@ -436,7 +352,7 @@ def choose_tile(layer: LayerSpec, num_tokens: int, num_sms: int = 132) -> TileCo
         num_sms: multiprocessors of the GPU.
     """
     mean = num_tokens * layer.top_k / layer.num_local_experts  # every rank sends as many as it receives
-    waves = layer.num_local_experts * layer.fc1_records / 2 / num_sms
+    waves = layer.num_local_experts * fc1_records(layer) / 2 / num_sms
     half = waves < FEW_WAVES
     if mean <= 6:
         return TILES["h8" if half else "n8"]

@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from .. import ptx
+from ..common.waits import COUNT_BITS
 from ..common.wire import encode_fp4, encode_fp8
-from .waits import COUNT_BITS
 
 
 def _runs(count: int):

@@ -24,7 +24,8 @@ Operands (addresses; R rows of the pool, T tokens, E experts of this rank, K top
     counters u32 (96): exit ticket, two banks of {claim, staged, fc2 done}; ready u32 (2, ready_words);
     pool_ready u32 (2, pool_ready_words); epoch u64; expected_returns u64 (ranks); error u64 (8)
     peers u64 (ranks): bases of the shared spaces; the regions behind them, at the same offsets on every rank: abort,
-    header, size cells, return counters, index rows, payload and its scales, routing weights, result rows and scales
+    header, size cells and payload tags, return counters, index rows, payload and its scales, routing weights, result
+    rows and scales
     (trtllm_megamoe/regions.py has shapes; wire format by token * K + slot)
 Weight records
     codes [m64 tile 2][k64 half 2][thread 128][4 x u32], then e4m3 scales [tile 2][warp 4][g 8][8 k16][row g, row g+8].
@@ -35,7 +36,8 @@ Warp roles (1 CTA per SM)
     math   2 warpgroups: stage tokens, then per tile wait, decode, wgmma, epilogue; at the end the top-k sum
     W      scheduler table, claims, weight copies        T   token loads, the only warp that waits for a tile's tokens
     R      releases of finished tiles                    Z   clears the next launch's counters
-    D      4 warps, only with several ranks: size cells out (CTA 0) and in (all, with W, T, R, Z), rows of peers into
+    D      4 warps, only with several ranks: size cells out as soon as routes are counted (CTA 0) and in (all, with W,
+           T, R, Z); once the rank has staged, payload tags out (CTA 0, one warp) and in (all), then rows of peers into
            the pool while tiles run
 Pipelines (producer -> consumer, arrivals)
     wfull[stage]  W -> math: 1 and two records                           wempty[stage] math -> W: one per math warp
@@ -62,9 +64,11 @@ One rank
                      R: red.release.gpu on `fc2 done`
 Several ranks
     payload, index   math: st, CTA barrier, one red.release.gpu    peers' D: plain ld after their      own next launch
-    rows             on `staged`; CTA 0: ld.acquire.gpu            cells (never ld.nc)
+    rows, weights    on `staged`; CTA 0's D: ld.acquire.gpu        payload tags (never ld.nc)
     size cells,      CTA 0's D: fence.acq_rel.sys and              every CTA: ld.acquire.sys until     never: tag of the
     launch facts     st.relaxed.sys in each storing thread         the tag is this launch's            launch, two banks
+    payload tags     one warp of CTA 0's D: fence.acq_rel.sys      every CTA's D: ld.acquire.sys       never: they grow
+                     and st.relaxed.sys in each storing lane       >= this launch, barrier of D
     pool, row_*      D: st, syncwarp, red.release.gpu on           fc1, T: ld.acquire.gpu >= pieces,   stream
                      pool_ready                                    fence.proxy.async, TMA;
                                                                    fc2: through `ready`
@@ -84,7 +88,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.typing import AddressSpace
 
 from .. import ptx, timeline
-from ..common import routing, stamps, wire
+from ..common import release, routing, stamps, wire
+from ..common.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED, SITE_FC2
 from ..common.tiles import (
     BANK_WORDS,
     END,
@@ -93,31 +98,31 @@ from ..common.tiles import (
     FC2_DONE,
     FIRST_BANK,
     STAGED,
+    TABLE_BARRIER,
     TableOffsets,
+    clear_bank,
     lay_out_segments,
     order_experts,
 )
-from ..launch import RANK_OPERANDS
-from . import epilogue, exchange, mainloop, scheduler, staging
-from .config import DISPATCH_WARPS, K_STEP, POOL_BLOCK_ROWS, KernelConfig
-from .exchange import PRODUCER_BARRIER, STAGED_BARRIER, ExchangeOffsets
-from .sites import FAULT_PUBLISH, FAULT_PULL, FAULT_STAGED
-from .waits import (
+from ..common.units import CONTROL_BYTES, DISPATCH_WARPS
+from ..common.waits import (
     ABORT,
     ABORT_AT,
-    CONTROL_BYTES,
     CTAS,
     ERROR,
     GIVEN_UP,
     LAUNCH,
     PEERS,
     RANK,
-    SITE_FC2,
     TIMEOUT,
     TOKENS,
     record_departure,
     wait_at_least,
 )
+from ..launch import RANK_OPERANDS
+from . import epilogue, exchange, mainloop, scheduler, staging
+from .config import K_STEP, POOL_BLOCK_ROWS, KernelConfig, fc1_steps, fc2_steps
+from .exchange import PRODUCER_BARRIER, STAGED_BARRIER, ExchangeOffsets
 
 
 class Sm90MegaMoeNvfp4Kernel:
@@ -462,8 +467,6 @@ class Sm90MegaMoeNvfp4Kernel:
                             cfg,
                             ex,
                             control,
-                            bank + STAGED * 4,
-                            staging_ctas,
                             cells_at,
                             header_at,
                             scales + layer.num_local_experts * 16 + 8,
@@ -473,7 +476,7 @@ class Sm90MegaMoeNvfp4Kernel:
                             if producer == 128:
                                 stamps.event(stamps_at, timeline.PUBLISHED)
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
-                    exchange.receive_cells(cfg, ex, table, control, cells_at, index_at, index_row_words, producer)
+                    exchange.receive_cells(cfg, ex, table, control, cells_at, producer)
                     if const_expr(cfg.timestamps):
                         if producer == 0:
                             stamps.event(stamps_at, timeline.CELLS)
@@ -483,7 +486,7 @@ class Sm90MegaMoeNvfp4Kernel:
                         layer.num_local_experts,
                         cfg.table_experts,
                         tile.widest,
-                        scheduler.TABLE_BARRIER,
+                        TABLE_BARRIER,
                         table,
                         producer,
                     )
@@ -496,7 +499,7 @@ class Sm90MegaMoeNvfp4Kernel:
                         cfg.table_experts,
                         cfg.fc1_row_tiles,
                         cfg.fc2_row_tiles,
-                        scheduler.TABLE_BARRIER,
+                        TABLE_BARRIER,
                         table,
                         lag,
                         blocks,
@@ -504,6 +507,21 @@ class Sm90MegaMoeNvfp4Kernel:
                         producer,
                     )
                 elif const_expr(cfg.exchange):
+                    if bidx == 0 and warp == math_warps + 4:
+                        exchange.offer_payload(cfg, ex, control, bank + STAGED * 4, staging_ctas, cells_at, role_lane)
+                        if const_expr(cfg.timestamps):
+                            if role_lane == 0:
+                                stamps.event(stamps_at, timeline.OFFERED)
+                    exchange.receive_payload(
+                        cfg,
+                        ex,
+                        control,
+                        cells_at,
+                        index_at,
+                        index_row_words,
+                        warp - (math_warps + 4),
+                        role_lane,
+                    )
                     cute.arch.barrier(barrier_id=PRODUCER_BARRIER, number_of_threads=128 + 32 * DISPATCH_WARPS)
                 if const_expr(cfg.timestamps):
                     if producer == 0:
@@ -629,9 +647,7 @@ class Sm90MegaMoeNvfp4Kernel:
                 cute.arch.barrier(barrier_id=staging.MATH_BARRIER, number_of_threads=math_warps * 32)
                 if const_expr(cfg.exchange):
                     if bidx == 0:
-                        cute.arch.barrier_arrive(
-                            barrier_id=STAGED_BARRIER, number_of_threads=math_warps * 32 + 32 * DISPATCH_WARPS
-                        )
+                        cute.arch.barrier_arrive(barrier_id=STAGED_BARRIER, number_of_threads=cfg.offer_barrier_threads)
                     elif tidx == 0 and own_tokens > 0:
                         ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
                 elif tidx == 0 and own_tokens > 0:
@@ -772,13 +788,23 @@ class Sm90MegaMoeNvfp4Kernel:
                 stamps_at,
             )
         elif role == 2:
-            if const_expr(cfg.exchange):
-                context = (ex, table, control, returns_at, fault_step)
-                scheduler.release_warp(
-                    cfg, bars, info, bank, ready_bank, exchange.rows_of, exchange.give_back, context, lane
-                )
-            else:
-                scheduler.release_warp(cfg, bars, info, bank, ready_bank, None, None, (), lane)
+            _wfull, _wempty, _tfull, _tempty, ifull, iempty, done = bars
+            release.release_warp(
+                cfg,
+                cfg.ring_slots,
+                ifull,
+                iempty,
+                done,
+                info,
+                bank,
+                ready_bank,
+                ex,
+                table,
+                control,
+                returns_at,
+                fault_step,
+                lane,
+            )
             if const_expr(cfg.timestamps):
                 if lane == 0:
                     stamps.event(stamps_at, timeline.ANNOUNCED)
@@ -786,7 +812,7 @@ class Sm90MegaMoeNvfp4Kernel:
             if const_expr(cfg.exchange):
                 if bidx == 0 and lane < cfg.layer.ep_size:
                     exchange.compare_headers(cfg, ex, control, header_at, lane)
-            scheduler.clear_warp(other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane)
+            clear_bank(other_bank, other_ready, ready_words, other_pool, pool_ready_words, bidx, gdim, lane)
 
     @cute.jit
     def math(
@@ -826,7 +852,7 @@ class Sm90MegaMoeNvfp4Kernel:
         fc2_tiles = Int32(0)
         while kind != END:
             cute.arch.mbarrier_wait(ifull + slot, slot_phase)
-            entry = info + slot * scheduler.INFO_BYTES
+            entry = info + slot * release.INFO_BYTES
             kind = ptx.lds32(entry)
             fc2_tiles = ptx.lds32(entry + 4)
             if const_expr(cfg.timestamps):
@@ -838,7 +864,7 @@ class Sm90MegaMoeNvfp4Kernel:
                 width = ptx.lds32(entry + 24)
                 t128 = ptx.thread_index() % 128  # of this tile: see the producers' branch
                 lane = t128 % 32
-                steps = Int32(layer.fc1_steps) if kind == FC1 else Int32(layer.fc2_steps)
+                steps = Int32(fc1_steps(layer)) if kind == FC1 else Int32(fc2_steps(layer))
                 expert_scales = ptx.ldg128f(scales + Int64(expert) * 16)
                 tile_rows = rows_at + slot * (tile.widest * 4 * cfg.row_words)
                 tile_weights = tile_rows + tile.widest * 4

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile stream: one ordered list of fc1 and fc2 tiles in which every dependency comes earlier, and its four warps.
+"""The tile stream (`common/tiles.py`) at work: W claims tiles and streams weights, T loads tokens once they are ready.
 
-All four build the table; W claims tiles and streams weights; T loads tokens once they are ready; R publishes finished
-tiles; Z clears the counters of the next launch. Called by the kernel's producer branch; knows no arithmetic.
-
-Order: non-empty experts, most rows first; fc1 segments in that order; fc2 of an expert follows as soon as `lag` fc1
-tiles stand between it and the end of its own fc1; inside a segment row tile slow, token block fast. Claims increase, so
-the lowest unfinished tile is always runnable and nothing can deadlock.
+R (`common/release.py`) tells others of finished tiles. Called by the kernel's producer branch; knows no arithmetic.
 """
 
 import cutlass
@@ -17,19 +12,19 @@ from cutlass.cute.typing import AddressSpace
 
 from .. import ptx, timeline
 from ..common import stamps
-from ..common.tiles import CLAIM, END, FC1, FC2, FC2_DONE, STAGED, TableOffsets
-from .config import K_STEP, POOL_BLOCK_ROWS, RECORD_BYTES
-from .waits import COUNT_BITS, GIVEN_UP, RANK, SITE_FC1, SITE_POOL, SITE_STAGED, wait_at_least
-
-TABLE_BARRIER = 10
-"""Named barrier of the four producer warps while they build the table."""
-
-INFO_BYTES = 32
-"""A ring entry: {kind, expert, row tile, first pool row, valid rows, counter index, width index, given up}. The last
-word is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is finished."""
-
-MOST_UNANNOUNCED = 8
-"""Finished fc2 tiles that other ranks are told of at once."""
+from ..common.release import INFO_BYTES
+from ..common.sites import SITE_FC1, SITE_POOL, SITE_STAGED
+from ..common.tiles import CLAIM, END, FC1, FC2, STAGED, TableOffsets
+from ..common.waits import COUNT_BITS, GIVEN_UP, RANK, wait_at_least
+from .config import (
+    K_STEP,
+    POOL_BLOCK_ROWS,
+    RECORD_BYTES,
+    fc1_records,
+    fc1_steps,
+    fc2_records,
+    fc2_steps,
+)
 
 
 @cute.jit
@@ -83,12 +78,12 @@ def weight_warp(
             slot_phase = slot_phase ^ 1
         # Lanes 0 and 1 copy one record each: the two halves of a whole tile, or two steps of a half tile. Past the end
         # they repeat the last record: the tokens that it would meet are zero-filled, the rows not stored.
-        steps = Int32(layer.fc1_steps)
-        records = Int32(layer.fc1_records)
+        steps = Int32(fc1_steps(layer))
+        records = Int32(fc1_records(layer))
         base = w1
         if kind == FC2:
-            steps = Int32(layer.fc2_steps)
-            records = Int32(layer.fc2_records)
+            steps = Int32(fc2_steps(layer))
+            records = Int32(fc2_records(layer))
             base = w2
         sub = lane // per_tile
         record = row_tile * per_tile + lane % per_tile
@@ -252,7 +247,7 @@ def token_warp(
                 ts, tg = cpasync.tma_partition(
                     atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
                 )
-                steps = const_expr(layer.fc1_steps if v % 2 == FC1 else layer.fc2_steps)
+                steps = const_expr(fc1_steps(layer) if v % 2 == FC1 else fc2_steps(layer))
                 for k in cutlass.range(-(-steps // per_stage), unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     cute.copy(atom, tg[(None, k)], ts[(None, stage)], tma_bar_ptr=full + stage)
@@ -269,82 +264,3 @@ def token_warp(
         if lane == 0:
             cute.arch.mbarrier_arrive(iempty + entries % cfg.ring_slots)
         entries = entries + 1
-
-
-@cute.jit
-def release_warp(
-    cfg,
-    bars,
-    info: Int32,
-    bank: Int64,
-    ready: Int64,
-    rows_of: cutlass.Constexpr,
-    give_back: cutlass.Constexpr,
-    context: tuple,
-    lane,
-):
-    """R: publishes finished tiles, so that no math warp waits for a release.
-
-    With several ranks `rows_of(cfg, *context, expert, row_tile, row0, valid, lane)` counts the result rows of an fc2
-    tile for this lane's rank, and `give_back(cfg, *context, rows, lane)` announces them; None and None for one rank.
-    Announcing costs a fence of the whole system, so it is done when no further tile is finished, or for
-    MOST_UNANNOUNCED tiles at once. Nothing is left at the end: the entry that ends the list is never a finished tile.
-    """
-    _wfull, _wempty, _tfull, _tempty, ifull, iempty, done = bars
-    slot, slot_phase = Int32(0), Int32(0)
-    kind = Int32(FC1)
-    rows = Int32(0)
-    unannounced = Int32(0)
-    while kind != END:
-        if const_expr(give_back is not None):
-            if unannounced > 0:
-                next_is_done = ptx.barrier_is_done(Int32((ifull + slot).toint()), slot_phase)
-                next_is_done = next_is_done & ptx.barrier_is_done(Int32((done + slot).toint()), slot_phase)
-                if ptx.broadcast_lane0(next_is_done) == 0 or unannounced == MOST_UNANNOUNCED:
-                    give_back(cfg, *context, rows, lane)
-                    rows = Int32(0)
-                    unannounced = Int32(0)
-        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
-        entry = info + slot * INFO_BYTES
-        kind = ptx.lds32(entry)
-        expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
-        row0, valid, counter = ptx.lds32(entry + 12), ptx.lds32(entry + 16), ptx.lds32(entry + 20)
-        given_up = Int32(0)
-        if kind != END:
-            cute.arch.mbarrier_wait(done + slot, slot_phase)
-            given_up = ptx.lds32(entry + 28)
-        cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
-        if lane == 0:
-            cute.arch.mbarrier_arrive(iempty + slot)
-        if given_up == 0:
-            if kind == FC1:
-                if lane == 0:
-                    ptx.fence_proxy_async()
-                    ptx.flag_add_release_gpu(ready + Int64(counter) * 4, 1)
-            elif kind == FC2:
-                if const_expr(give_back is not None):
-                    rows = rows + rows_of(cfg, *context, expert, row_tile, row0, valid, lane)
-                    unannounced = unannounced + 1
-                elif lane == 0:
-                    ptx.flag_add_release_gpu(bank + FC2_DONE * 4, 1)
-        slot = slot + 1
-        if slot == cfg.ring_slots:
-            slot = Int32(0)
-            slot_phase = slot_phase ^ 1
-
-
-@cute.jit
-def clear_warp(
-    next_bank: Int64, next_ready: Int64, ready_words, next_pool_ready: Int64, pool_ready_words, bidx, gdim, lane
-):
-    """Z: zeroes the other bank; the stream orders it before the next launch."""
-    i = bidx * 32 + lane
-    while i < ready_words:
-        ptx.stg32(next_ready + Int64(i) * 4, 0)
-        i = i + gdim * 32
-    i = bidx * 32 + lane
-    while i < pool_ready_words:
-        ptx.stg32(next_pool_ready + Int64(i) * 4, 0)
-        i = i + gdim * 32
-    if bidx == 0:
-        ptx.stg32(next_bank + Int64(lane) * 4, 0)

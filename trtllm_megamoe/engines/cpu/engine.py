@@ -3,12 +3,15 @@
 
 One launch (design D6; every step names its region):
 
-1. stage     own token rows into `payload` / `payload_scales` / `route_weights`
-2. publish   sorted routes into each owner's `index_rows`, then one `size_cells` word per expert {epoch, count}
-3. pull      wait for all size cells of this epoch, copy rows from the sources' payloads into `pool` in expert order
-4. compute   fc1, SwiGLU, requantisation into `fc1_out`, fc2
-5. return    encode rows into the token owners' `result_data` / `result_scales`, then add to `return_counters`
-6. reduce    wait for the cumulative return counters, sum the live slots in slot order
+1. publish   one `size_cells` word per expert of every owner {epoch, count}, as soon as routes are counted
+2. stage     own token rows into `payload` / `payload_scales` / `route_weights`, sorted routes into each owner's
+             `index_rows`
+3. offer     the epoch into every owner's `payload_tags`
+4. pull      wait for all size cells of this epoch, then for all payload tags, copy rows from the sources' payloads into
+             `pool` in expert order
+5. compute   fc1, SwiGLU, requantisation into `fc1_out`, fc2
+6. return    encode rows into the token owners' `result_data` / `result_scales`, then add to `return_counters`
+7. reduce    wait for the cumulative return counters, sum the live slots in slot order
 
 Nothing is reset between launches and there is no barrier. Ranks without tokens take every step. Every wait is bounded;
 a rank that gives up marks `abort` on all ranks, so that no peer waits for it.
@@ -17,7 +20,7 @@ a rank that gives up marks `abort` on all ranks, so that no peer waits for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,9 +131,10 @@ class CpuEngine(Engine):
         self.last_bucket = bucket  # one configuration serves all buckets here
         epoch = int(self._local["epoch"][0]) + 1
         try:
-            self._stage(x, topk_weights)
             topk_ids = topk_ids.long()
-            self._publish(topk_ids, epoch)
+            own_routes = self._publish(topk_ids, epoch)
+            self._stage(x, topk_weights, own_routes)
+            self._offer(epoch)
             experts = self._pull(epoch)
             for pooled in experts:
                 self._compute_and_return(pooled)
@@ -142,21 +146,10 @@ class CpuEngine(Engine):
         self._local["epoch"][0] = epoch
         return out
 
-    # -- 1. stage
+    # -- 1. publish
 
-    def _stage(self, x: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """Safe without a wait: this rank's previous launch ended, so every row it sent has been pulled and returned."""
-        assert self._math is not None
-        t = x.shape[0]
-        data, scales, report = self._math.stage_tokens(x)
-        self._own["payload"][:t, : data.shape[1]] = data
-        self._own["payload_scales"][:t, : scales.shape[1]] = scales
-        self._own["route_weights"][:t] = topk_weights
-        self._saturation = self._saturation + report
-
-    # -- 2. publish
-
-    def _publish(self, topk_ids: torch.Tensor, epoch: int) -> None:
+    def _publish(self, topk_ids: torch.Tensor, epoch: int) -> list[torch.Tensor]:
+        """Tell every owner how many routes it gets; returns them per owner, by expert."""
         g = self._geometry
         ids = topk_ids.flatten()
         live = (ids >= 0) & (ids < g.num_experts)
@@ -164,19 +157,39 @@ class CpuEngine(Engine):
         order = torch.argsort(ids[routes], stable=True)
         routes, experts = routes[order], ids[routes][order]
         counts = torch.bincount(experts, minlength=g.num_experts).view(g.ep_size, g.num_local_experts)
-        ends = counts.sum(1).cumsum(0).tolist()
-        for owner, end in enumerate(ends):
-            mine = routes[end - int(counts[owner].sum()) : end]
-            self._shared[owner]["index_rows"][self._rank, : mine.numel()] = mine.int()
         self._own["header"][HEADER_FACTS + epoch % COUNTER_BANKS] = self._facts
-        self._comm.fence()  # index rows, payload and facts before the cells that announce them
+        self._comm.fence()  # facts before the cells that announce them
         for owner in range(g.ep_size):
             cells = (epoch << COUNT_BITS) | counts[owner]
             self._shared[owner]["size_cells"][epoch % COUNTER_BANKS, self._rank] = cells
-        self._local["expected_returns"].add_(counts.sum(1))
+        self._comm.fence()
+        sent = counts.sum(1)
+        self._local["expected_returns"].add_(sent)
+        return [routes[end - count : end] for count, end in zip(sent.tolist(), sent.cumsum(0).tolist(), strict=True)]
+
+    # -- 2. stage
+
+    def _stage(self, x: torch.Tensor, topk_weights: torch.Tensor, own_routes: Sequence[torch.Tensor]) -> None:
+        """Safe without a wait: this rank's previous launch ended, so every row it sent has been pulled and returned."""
+        assert self._math is not None
+        t = x.shape[0]
+        data, scales, report = self._math.stage_tokens(x)
+        self._own["payload"][:t, : data.shape[1]] = data
+        self._own["payload_scales"][:t, : scales.shape[1]] = scales
+        self._own["route_weights"][:t] = topk_weights
+        for owner, mine in enumerate(own_routes):
+            self._shared[owner]["index_rows"][self._rank, : mine.numel()] = mine.int()
+        self._saturation = self._saturation + report
+
+    # -- 3. offer
+
+    def _offer(self, epoch: int) -> None:
+        self._comm.fence()  # index rows and payload before the tags that announce them
+        for shared in self._shared:
+            shared["payload_tags"][self._rank] = epoch
         self._comm.fence()
 
-    # -- 3. pull
+    # -- 4. pull
 
     def _pull(self, epoch: int) -> list[PooledExpert]:
         assert self._math is not None
@@ -192,6 +205,13 @@ class CpuEngine(Engine):
 
         self._wait("size_cells", epoch, missing_cell)
         self._check_headers(epoch)
+        tags = self._own["payload_tags"]
+
+        def missing_payload() -> Missing | None:
+            late = (tags < epoch).nonzero()
+            return None if late.numel() == 0 else Missing(int(late[0]), int(late[0]), epoch, int(tags[late[0]]))
+
+        self._wait("payload_tags", epoch, missing_payload)
         counts = cells & ((1 << COUNT_BITS) - 1)
         starts = counts.cumsum(1) - counts  # of each expert inside each source's index row
         experts: list[PooledExpert] = []
@@ -248,7 +268,7 @@ class CpuEngine(Engine):
                     f"{theirs[facts]:#x}, own {own[facts]:#x}; load the same checkpoint on every rank"
                 )
 
-    # -- 4. and 5. compute and return
+    # -- 5. and 6. compute and return
 
     def _compute_and_return(self, pooled: PooledExpert) -> None:
         assert self._math is not None
@@ -273,7 +293,7 @@ class CpuEngine(Engine):
             peer["return_counters"][self._rank] += returned[source]  # this rank is the cell's only writer
         self._comm.fence()
 
-    # -- 6. reduce
+    # -- 7. reduce
 
     def _reduce(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, epoch: int) -> torch.Tensor:
         g = self._geometry

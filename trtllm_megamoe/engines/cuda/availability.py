@@ -9,7 +9,7 @@ import torch
 
 from trtllm_megamoe.errors import MegaMoeUnavailableError
 from trtllm_megamoe.kernels.family import family_here
-from vendored_kernels.sm90.config import MAX_EP_SIZE
+from vendored_kernels.common.layer import MAX_EP_SIZE
 
 
 def why_not(ep_size: int) -> str | None:
