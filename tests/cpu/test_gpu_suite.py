@@ -12,6 +12,7 @@ import torch
 
 from microbench import environment
 from microbench.routing import RoutingName
+from tools import run_gpu_suite
 from tools.gpu_suite import correctness, exchange, fixed_cost, kernels, sanitized, sanitizer, stability
 from tools.gpu_suite.rank_inputs import BENCH_ROUTINGS, BENCH_TOKENS, ROUTINGS, make_inputs
 from tools.gpu_suite.ranks import join
@@ -254,6 +255,8 @@ def test_sanitizer_runs_each_tool_in_a_process_of_its_own(monkeypatch: pytest.Mo
     found = list(sanitizer.run("exchange-sanitizer", MODES, tmp_path, ["synccheck", "racecheck"]))
     assert [(r["check"], r["mode"]) for r in found] == [(t, m) for m in MODES for t in ("synccheck", "racecheck")]
     assert [limit for _, limit in seen] == [60.0, 280.0] * 2
+    assert set(run_gpu_suite.SANITIZERS) == set(sanitizer.TOOLS)
+    assert set(run_gpu_suite.SANITIZER_PARTS) == set(sanitized.CASES)
     command = seen[1][0]
     assert command[command.index("--tool") + 1] == "racecheck"
     assert command[-5:] == ["tools.gpu_suite.sanitized", "exchange-sanitizer", "bf16", "--cache", str(tmp_path)]
@@ -283,6 +286,17 @@ def test_fixed_cost_reports_both_differences() -> None:
     assert found["together_minus_alone_us"] == 6.4
     assert found["together_minus_alone_without_empty_us"] == pytest.approx((110.2 - 2.1) - (103.8 - 5.9), abs=0.01)
     assert found["ranks_minus_alone_us"] == 44.7
+
+
+def test_suite_lists_the_kernels_of_a_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run_gpu_suite.py", "sanitizer", "exchange-sanitizer", "--cache", "nowhere", "--modes", "bf16", "--needs"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert run_gpu_suite.main() == 0
+    assert capsys.readouterr().out.endswith("\n2 kernels\n")
+    monkeypatch.setattr(sys, "argv", [*words, "--sanitizers", "racecheck,lint"])
+    with pytest.raises(SystemExit):
+        run_gpu_suite.main()
+    assert "unknown sanitizers ['lint']" in capsys.readouterr().err
 
 
 def test_commit_comes_from_git_or_else_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -110,11 +111,12 @@ def run(part: str, modes: Sequence[str], cache_dir: Path, tools: Sequence[str]) 
                 "--cache",
                 str(cache_dir.absolute()),
             ]
+            options = command_of(tool, config)
             started = time.monotonic()
-            status, output = watched([*command_of(tool, config), *program], TOOLS[tool])
+            status, output = watched([*options, *program], TOOLS[tool])
             seconds = round(time.monotonic() - started, 1)
             result: dict[str, Any] = {"check": tool, "mode": mode, "ctas_per_rank": CTAS, "ranks": config.layer.ep_size}
-            result |= {"seconds": seconds, "limit_s": TOOLS[tool], "exit": status}
+            result |= {"seconds": seconds, "limit_s": TOOLS[tool], "exit": status, "command": shlex.join(options)}
             yield result | judge(tool, status, output, config)
 
 
