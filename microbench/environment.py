@@ -26,6 +26,7 @@ from vendored_kernels import registry
 
 _ROOT = Path(trtllm_megamoe.__file__).resolve().parent.parent
 _GIT_S = 10.0
+COMMIT_VARIABLE = "MEGAMOE_COMMIT"
 
 
 def _git(*arguments: str) -> str | None:
@@ -39,12 +40,14 @@ def _git(*arguments: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the source tree, with `-dirty` behind it where tracked files differ; None outside a work tree."""
-    if not (_ROOT / ".git").exists():
-        return None
-    head = _git("rev-parse", "HEAD")
-    changes = _git("status", "--porcelain", "--untracked-files=no")
-    return head if head is None or not changes else f"{head}-dirty"
+    """Commit of the source tree, with `-dirty` behind it where tracked files differ.
+
+    Where the tree is a copy without its history, what MEGAMOE_COMMIT says; None where that says nothing either.
+    """
+    head = _git("rev-parse", "HEAD") if (_ROOT / ".git").exists() else None
+    if head is None:
+        return os.environ.get(COMMIT_VARIABLE) or None
+    return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
 
 
 def version_of(distribution: str) -> str | None:

@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from microbench.environment import commit
 from trtllm_megamoe.comm.launch import mpirun_command, mpirun_environment
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +144,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "tools/multigpu_suite.py", *sys.argv[1:]]),
+        "commit": commit(),
         "ranks": arguments.ranks,
         "soak_launches": SOAK_LAUNCHES if "tests" in names else 0,
         "steps": [],

@@ -5,6 +5,7 @@ Parts: products, correctness, goldens, determinism, graph, faults, sanitizer, be
 exchange, exchange-soak, exchange-graphs, exchange-failures, exchange-sanitizer, fixed-cost; tests of the public layer,
 with kernels from the store: layers-graph, layers-fences, layers-ranks, layers-processes. With `--compile` it builds the
 kernels that the other parts need instead (no GPU needed): a machine with a GPU then needs neither DSL nor compiler.
+`--needs` lists them. A report says which commit was run: set MEGAMOE_COMMIT where there is no git.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import datetime
 import json
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+SANITIZERS = ("memcheck", "synccheck", "racecheck")
+SANITIZER_PARTS = ("sanitizer", "exchange-sanitizer")
 EXCHANGE_PARTS = (
     *("exchange", "exchange-soak", "exchange-graphs", "exchange-failures", "exchange-sanitizer"),
     "fixed-cost",
@@ -32,6 +36,9 @@ PARTS = (
     *("layers-graph", "layers-fences", "layers-ranks", "layers-processes"),
 )
 
+SAVE_S = 5.0
+"""The report is written so often, and after every part."""
+
 
 def main() -> int:
     """Run the named parts; exit code 1 when any check fails."""
@@ -40,26 +47,37 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, required=True, help="directory of compiled kernels")
     parser.add_argument("--out", type=Path, help="JSON report")
     parser.add_argument("--compile", action="store_true", help="build the kernels, run nothing")
+    parser.add_argument("--needs", action="store_true", help="list the kernels, run nothing")
     parser.add_argument("--jobs", type=int, default=2, help="with --compile: kernels at a time")
-    parser.add_argument("--only", default="", help="correctness: cases whose name contains this")
+    parser.add_argument("--only", default="", help="correctness, exchange: cases of this name, or with it in theirs")
     parser.add_argument("--routings", default="", help="correctness: only these routings")
     parser.add_argument("--shapes", default="v4-pro,dsv3,qwen3-235b", help="bench: shapes")
-    parser.add_argument("--modes", default="bf16,nvfp4", help="bench: activation modes")
+    parser.add_argument("--modes", default="bf16,nvfp4", help="bench, sanitizers: activation modes")
     parser.add_argument("--points", default="uniform:1,uniform:16,uniform:64,uniform:256,uniform:1024", help="bench")
     parser.add_argument("--launches", type=int, default=10_000, help="exchange-soak: launches")
+    parser.add_argument("--sanitizers", default=",".join(SANITIZERS), help="sanitizer parts: these tools only")
     parser.add_argument("--tiles", default="", help="bench, correctness: these tile configurations only")
     arguments = parser.parse_args()
-    if arguments.compile:
+    unknown = set(arguments.sanitizers.split(",")) - set(SANITIZERS)
+    if unknown:
+        parser.error(f"unknown sanitizers {sorted(unknown)}; allowed: {', '.join(SANITIZERS)}")
+    if arguments.compile or arguments.needs:
         return compile_needed(arguments)
     failed = 0
-    report: dict[str, Any] = {"command": " ".join(sys.argv), "environment": environment()}
+    saved = 0.0
+    command = ["python", "tools/run_gpu_suite.py", *sys.argv[1:]]
+    report: dict[str, Any] = {"command": shlex.join(command), "environment": environment()}
     for part in arguments.parts:
         started = time.time()
-        results = []
+        results: list[dict[str, Any]] = []
         for result in run_part(part, arguments):
             results.append(result)
             failed += not result["ok"]
             print(("ok   " if result["ok"] else "FAIL ") + json.dumps(result), flush=True)
+            report[part] = {"seconds": round(time.time() - started, 1), "results": results}
+            if arguments.out and time.time() - saved > SAVE_S:  # a run that is ended leaves what it has seen
+                arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+                saved = time.time()
         report[part] = {"seconds": round(time.time() - started, 1), "results": results}
         print(f"{part}: {len(results)} results, {failed} failed so far, {time.time() - started:.1f} s", flush=True)
         if arguments.out:
@@ -71,10 +89,12 @@ def environment() -> dict[str, Any]:
     """Where and with what the numbers were made."""
     import torch
 
+    from microbench.environment import commit
     from vendored_kernels import registry
 
     return {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
         "gpu": torch.cuda.get_device_name(),
         "sms": torch.cuda.get_device_properties(0).multi_processor_count,
         "torch": torch.__version__,
@@ -94,9 +114,14 @@ def _driver() -> str:
 def compile_needed(arguments: argparse.Namespace) -> int:
     """Fill the cache directory for the named parts."""
     from tools.gpu_suite.kernels import needed
+    from vendored_kernels import registry
     from vendored_kernels.compile import compile_configs
 
-    configs = needed(arguments.parts, arguments.shapes.split(","), arguments.modes.split(","))
+    configs = needed(arguments.parts, arguments.shapes.split(","), arguments.modes.split(","), arguments.only)
+    if arguments.needs:
+        print("\n".join(registry.kernel_key(config, "sm_90a") for config in configs))
+        print(f"{len(configs)} kernels")
+        return 0
     started = time.time()
     done: list[str] = []
 
@@ -110,7 +135,7 @@ def compile_needed(arguments: argparse.Namespace) -> int:
 
 def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Results of one part, as they come."""
-    from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens, products, stability
+    from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens, products, sanitizer, stability
 
     if part == "correctness":
         return correctness.run(arguments.cache, arguments.only, arguments.routings, arguments.tiles)
@@ -125,8 +150,9 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
     if part == "goldens":
         return goldens.run(arguments.cache)
     if part == "exchange":
-        together_only = arguments.tiles == "together"
-        return exchange.equality(arguments.cache, arguments.only, together_only=together_only)
+        return exchange.equality(arguments.cache, arguments.only)
+    if part in SANITIZER_PARTS:
+        return sanitizer.run(part, modes, arguments.cache, arguments.sanitizers.split(","))
     if part in stability.LAYER_TESTS:
         return stability.layers(part)
     if part == "exchange-soak":
@@ -134,13 +160,11 @@ def run_part(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
     return {
         "exchange-graphs": exchange.graphs,
         "exchange-failures": exchange.failures,
-        "exchange-sanitizer": stability.exchange_sanitizer,
         "fixed-cost": fixed_cost.run,
         "products": products.run,
         "determinism": stability.determinism,
         "graph": stability.graph,
         "faults": stability.faults,
-        "sanitizer": stability.sanitizer,
     }[part](arguments.cache)
 
 

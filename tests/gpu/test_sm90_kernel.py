@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from tools.gpu_suite import correctness, goldens, products, stability
+from tools.gpu_suite import correctness, goldens, products, sanitized, sanitizer, stability
 from tools.gpu_suite.kernels import needed
 from vendored_kernels.compile import compile_configs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.arch_hopper, pytest.mark.timeout(1800)]
+MODES = ("bf16", "nvfp4")
 CASES = ("small-nvfp4", "small-bf16", "tiny-odd", "odd-nvfp4", "gpt-oss-120b")
 
 
@@ -28,9 +29,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if "MEGAMOE_TEST_KERNELS" in os.environ:
         return Path(os.environ["MEGAMOE_TEST_KERNELS"])
     directory = tmp_path_factory.mktemp("kernels")
-    compile_configs(
-        "sm_90a", needed(["products", "correctness", "goldens"], [], []), directory, jobs=os.cpu_count() or 1
-    )
+    parts = ["products", "correctness", "goldens", *sanitized.CASES]
+    compile_configs("sm_90a", needed(parts, [], list(MODES)), directory, jobs=os.cpu_count() or 1)
     return directory
 
 
@@ -63,4 +63,5 @@ def test_kernel_wait_that_never_ends_is_reported_and_heals(kernels: Path) -> Non
 
 @pytest.mark.sanitizer
 def test_kernel_sanitizer_finds_nothing(kernels: Path) -> None:
-    _assert_all_ok(stability.sanitizer(kernels))
+    for part in sanitized.CASES:
+        _assert_all_ok(sanitizer.run(part, MODES, kernels, list(sanitizer.TOOLS)))

@@ -13,15 +13,15 @@ import torch
 from tools.gpu_suite import cases
 from tools.gpu_suite.correctness import oracle_options
 from tools.gpu_suite.layer import GpuLayer
+from tools.gpu_suite.rank_inputs import BENCH_ROUTINGS, ROUTINGS, make_inputs
 from tools.gpu_suite.ranks import Inputs, RankGroup, join, one_rank_spec
 from trtllm_megamoe.kernels.hopper import layer_spec
 from trtllm_megamoe.reference.oracle import OracleWeights, oracle_forward
 from trtllm_megamoe.selftest.cases import rank_cases
 from trtllm_megamoe.selftest.checks import bits, compare, fault_of
-from trtllm_megamoe.selftest.inputs import RANK_ROUTINGS, rank_ids
 from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.common.sites import FAULT_PUBLISH, FAULT_PULL, FAULT_RETURN, FAULT_STAGED, SITE_NAMES, SITE_PEER
-from vendored_kernels.sm90.config import TILES, KernelConfig
+from vendored_kernels.sm90.config import TILES, KernelConfig, choose_tile
 
 CAP = 300
 """max_tokens_per_rank of the equality checks."""
@@ -30,11 +30,7 @@ SOAK_CAP = 48
 EPOCH_NEAR_WRAP = (1 << 32) - 2
 """Half-way of a tag's 40 bits lies nothing; the low word's wrap is where a 32-bit comparison would fail."""
 
-SANITIZED_CTAS, SANITIZED_COUNTS = 4, [0, 1, 7, 8, 3]
-"""CTAs of a rank and tokens under a sanitizer."""
-
 TOKEN_COUNTS = [0, 1, 7, 8, 64, 256, CAP, 33]
-ROUTINGS = RANK_ROUTINGS
 
 TILES_OF = {
     "ranks-nvfp4": ("n8", "n16", "n64", "n128", "h8", "h16", "h64"),
@@ -53,23 +49,25 @@ SPECS: dict[str, tuple[LayerSpec, tuple[str, ...]]] = {
 SOAK_SPEC, SOAK_TILES = "ranks-nvfp4", ("h8", "n16", "n64")
 
 
-def needed() -> Iterator[KernelConfig]:
-    """Kernels of all checks: R launches, the launch of all ranks, and one rank for comparison."""
-    for spec, tiles in SPECS.values():
+def needed(only: str = "") -> Iterator[KernelConfig]:
+    """Kernels of the equality checks: R launches, the launch of all ranks, and one rank for comparison."""
+    for spec, tiles in wanted(only).values():
         for tile in tiles:
             yield KernelConfig(spec, TILES[tile])
         yield KernelConfig(spec, TILES[tiles[0]], all_ranks=True)
         yield KernelConfig(one_rank_spec(spec), TILES["n16"])
 
 
-def make_inputs(spec: LayerSpec, counts: Sequence[int], name: str, seed: int, *, int32: bool = False) -> list[Inputs]:
-    """One launch's inputs of all ranks."""
-    made = []
-    for rank, count in enumerate(counts):
-        ids = rank_ids(spec, spec.ep_size, rank, count, name, seed)
-        w = cases.weights(spec, ids, seed + rank)
-        made.append(Inputs(cases.tokens(spec, count, seed * 31 + rank), ids.int() if int32 else ids, w))
-    return made
+def wanted(only: str) -> dict[str, tuple[LayerSpec, tuple[str, ...]]]:
+    """Cases whose name contains a word of a comma list."""
+    return {name: case for name, case in SPECS.items() if any(word in name for word in only.split(","))}
+
+
+def needed_by_soak() -> Iterator[KernelConfig]:
+    """Kernels of the soak, the graphs and the failures."""
+    spec, _ = SPECS[SOAK_SPEC]
+    yield from (KernelConfig(spec, TILES[tile]) for tile in SOAK_TILES)
+    yield KernelConfig(one_rank_spec(spec), TILES["n16"])
 
 
 def _expected(one: GpuLayer, inputs: Sequence[Inputs], tile: str = "n16") -> list[torch.Tensor]:
@@ -79,35 +77,27 @@ def _expected(one: GpuLayer, inputs: Sequence[Inputs], tile: str = "n16") -> lis
     return list(out.split([i.tokens for i in inputs]))
 
 
-def equality(cache_dir: Path, only: str = "", *, together_only: bool = False) -> Iterator[dict[str, Any]]:
-    """Every option, tile and routing: bits equal to one rank, close to the oracle, rows beyond T untouched.
-
-    `together_only`: the single launch of all ranks alone, few CTAs and tokens: a sanitizer runs one launch after
-    another, so that launches which wait for each other would never end, and is slow.
-    """
-    for number, (name, (spec, tiles)) in enumerate(SPECS.items()):
-        if only and only not in name:
-            continue
+def equality(cache_dir: Path, only: str = "") -> Iterator[dict[str, Any]]:
+    """Every option, tile and routing: bits equal to one rank, close to the oracle, rows beyond T untouched."""
+    for number, (name, (spec, tiles)) in enumerate(wanted(only).items()):
         tensors = cases.random_tensors(spec, 40 + number)
         oracle = OracleWeights.from_tensors(tensors)
-        group = RankGroup(spec, tensors, CAP, cache_dir, ctas=SANITIZED_CTAS if together_only else None)
+        group = RankGroup(spec, tensors, CAP, cache_dir)
         one = GpuLayer(one_rank_spec(spec), tensors, CAP * spec.ep_size, cache_dir)
-        if not together_only:
-            group.load(tiles)
-        for index, routing in enumerate(ROUTINGS):
-            choice = SANITIZED_COUNTS if together_only else TOKEN_COUNTS
-            counts = [choice[(r * (2 * index + 1) + index) % len(choice)] for r in range(spec.ep_size)]
+        group.load(tiles)
+        for index, routing in enumerate((*ROUTINGS, *BENCH_ROUTINGS)):
+            counts = [TOKEN_COUNTS[(r * (2 * index + 1) + index) % len(TOKEN_COUNTS)] for r in range(spec.ep_size)]
             inputs = make_inputs(spec, counts, routing, 3 + index, int32=bool(index % 2))
+            counts = [i.tokens for i in inputs]
             expected = _expected(one, inputs)
             joined = join(inputs)
             truth = oracle_forward(oracle, joined.x, joined.ids.long(), joined.weights, oracle_options(spec))
-            for tile in (*(() if together_only else tiles), f"{tiles[0]} together"):
+            for tile in (*tiles, f"{tiles[0]} together"):
                 group.poison()
                 outputs = group.outputs(inputs)
                 if tile.endswith("together"):
                     group.set_operands(inputs, outputs)
-                    patience = {"timeout_ns": 60_000_000_000} if together_only else {}
-                    group.together(tiles[0], inputs[0].ids.dtype == torch.int64, **patience)
+                    group.together(tiles[0], inputs[0].ids.dtype == torch.int64)
                 else:
                     group.run(tile, inputs, outputs)
                 torch.cuda.synchronize()
@@ -237,6 +227,7 @@ def graphs(cache_dir: Path, replays: int = 300) -> Iterator[dict[str, Any]]:
                 main.wait_stream(stream)
     rng = torch.Generator().manual_seed(10)
     wrong = 0
+    replays_of = dict.fromkeys(SOAK_TILES, 0)
     for _ in range(replays):
         variant, tile = (int(torch.randint(0, n, (), generator=rng)) for n in (len(soak.inputs), 3))
         for rank, inputs in enumerate(soak.inputs[variant]):
@@ -245,6 +236,7 @@ def graphs(cache_dir: Path, replays: int = 300) -> Iterator[dict[str, Any]]:
             soak.scratch[rank].fill_(float("nan"))
         counts.copy_(torch.tensor([i.tokens for i in soak.inputs[variant]], dtype=torch.int32))
         captured[SOAK_TILES[tile]].replay()
+        replays_of[SOAK_TILES[tile]] += 1
         torch.cuda.synchronize()
         for rank, expected in enumerate(soak.expected[variant][0]):
             y = soak.scratch[rank]
@@ -253,11 +245,23 @@ def graphs(cache_dir: Path, replays: int = 300) -> Iterator[dict[str, Any]]:
     errors = [record for record in group.records() if record["set"]]
     yield {
         "check": "exchange graphs",
+        "case": SOAK_SPEC,
+        "captured": [_captured(spec, group.ctas, tile) | {"replays": replays_of[tile]} for tile in SOAK_TILES],
         "replays": replays,
         "wrong": wrong,
         "errors": errors,
         "ok": not wrong and not errors,
     }
+
+
+BUCKETS = tuple(1 << n for n in range(14))
+
+
+def _captured(spec: LayerSpec, ctas: int, name: str) -> dict[str, Any]:
+    """A tile configuration, and the buckets (tokens a rank) for which the heuristic takes it on this layer."""
+    tile = TILES[name]
+    buckets = [bucket for bucket in BUCKETS if choose_tile(spec, bucket, ctas).name == name]
+    return {"tile": name, "token_widths": tile.token_widths, "tile_rows": tile.rows, "buckets": buckets}
 
 
 def _described(record: dict[str, int]) -> str:

@@ -3,38 +3,43 @@
 
 from __future__ import annotations
 
-from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens, products
+from collections.abc import Iterator
+
+from tools.gpu_suite import bench, correctness, exchange, fixed_cost, goldens, products, sanitized, stability
 from vendored_kernels.sm90.config import TILES, KernelConfig
 
 WHOLE, HALF = ("n8", "n16", "n64", "n128"), ("h8", "h16", "h64", "n64", "n128")
 
 
-def needed(parts: list[str], shapes: list[str], modes: list[str]) -> list[KernelConfig]:
-    """Every kernel of these parts, once."""
+def needed(parts: list[str], shapes: list[str], modes: list[str], only: str = "") -> list[KernelConfig]:
+    """Every kernel of these parts, once; `only` as in the parts `correctness` and `exchange`."""
     found: dict[str, KernelConfig] = {}
+    for part in parts:
+        for config in _of_part(part, shapes, modes, only):
+            found[repr(config)] = config
+    return list(found.values())
 
-    def add(config: KernelConfig) -> None:
-        found[repr(config)] = config
 
-    for config in exchange.needed() if any(part.startswith("exchange") for part in parts) else ():
-        add(config)
-    for config in fixed_cost.needed() if "fixed-cost" in parts else ():
-        add(config)
-    for config in products.needed() if "products" in parts else ():
-        add(config)
-    others = ("bench", "products", "exchange", "fixed", "layers")
-    if any(not part.startswith(others) for part in parts):
-        for case in correctness.all_cases():
-            for tile in case.tiles:
-                add(KernelConfig(case.spec, TILES[tile]))
-    if "goldens" in parts:
-        for config in goldens.needed():
-            add(config)
-    if "bench" in parts:
+def _of_part(part: str, shapes: list[str], modes: list[str], only: str) -> Iterator[KernelConfig]:
+    if part == "correctness":
+        for case in correctness.wanted(only):
+            yield from (KernelConfig(case.spec, TILES[tile]) for tile in case.tiles)
+    elif part in ("graph", "faults", "determinism"):
+        yield from stability.needed(part)
+    elif part == "products":
+        yield from products.needed()
+    elif part == "goldens":
+        yield from goldens.needed()
+    elif part == "exchange":
+        yield from exchange.needed(only)
+    elif part in ("exchange-soak", "exchange-graphs", "exchange-failures"):
+        yield from exchange.needed_by_soak()
+    elif part == "fixed-cost":
+        yield from fixed_cost.needed()
+    elif part in sanitized.CASES:
+        yield from (sanitized.kernel_of(part, mode) for mode in modes)
+    elif part in ("bench", "once"):
         for shape in shapes:
             for mode in modes:
                 for tile in HALF if shape == "qwen3-235b" else WHOLE:
-                    add(KernelConfig(bench.spec_of(shape, mode), TILES[tile]))
-    if "determinism" in parts:
-        add(KernelConfig(bench.spec_of("v4-pro", "bf16"), TILES["n128"]))
-    return list(found.values())
+                    yield KernelConfig(bench.spec_of(shape, mode), TILES[tile])

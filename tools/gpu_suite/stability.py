@@ -13,24 +13,41 @@ from typing import Any
 
 import torch
 
-from tools.check_kernels import find_cuobjdump, sass_lines
-from tools.gpu_suite import bench, cases, exchange
+from tools.gpu_suite import bench, cases
 from tools.gpu_suite.correctness import all_cases, routing
 from tools.gpu_suite.layer import GpuLayer
 from vendored_kernels.common.sites import FAULT_STAGED, SITE_FC1, SITE_FC2, SITE_STAGED
-from vendored_kernels.registry import object_path
 from vendored_kernels.sm90.config import TILES, KernelConfig
+
+LARGEST, LARGEST_ROWS, LARGEST_TILE = "v4-pro", 1024, "n128"
+"""The largest benchmark size: shape, rows an expert, tile configuration."""
+
+MODES = ("bf16", "nvfp4")
+
+
+def needed(part: str) -> Iterator[KernelConfig]:
+    """Kernels of the parts `determinism`, `graph` and `faults`."""
+    small = all_cases()[0]
+    yield from (KernelConfig(small.spec, TILES[tile]) for tile in small.tiles)
+    if part == "determinism":
+        yield from (KernelConfig(bench.spec_of(LARGEST, mode), TILES[LARGEST_TILE]) for mode in MODES)
 
 
 def determinism(cache_dir: Path) -> Iterator[dict[str, Any]]:
-    """2000 launches at the largest benchmark size and 2000 poisoned ones of a small shape: outputs differ in no bit."""
-    spec = bench.spec_of("v4-pro", "bf16")
-    ids = bench.route_ids(spec, "random", 1024)
-    layer = GpuLayer(
-        spec, {}, ids.shape[0], cache_dir, packed=bench.random_records(spec), scales=bench.random_scales(spec)
-    )
-    yield _repeat(layer, "n128", ids, 2000, "v4-pro, 1024 rows an expert", poison=False)
-    del layer
+    """2000 launches at the largest benchmark size, both modes, and 2000 poisoned ones of a small shape: no bit differs.
+
+    The two modes have the same weights.
+    """
+    packed = bench.random_records(bench.spec_of(LARGEST, MODES[0]))
+    for mode in MODES:
+        spec = bench.spec_of(LARGEST, mode)
+        ids = bench.route_ids(spec, "random", LARGEST_ROWS)
+        layer = GpuLayer(spec, {}, ids.shape[0], cache_dir, packed=packed, scales=bench.random_scales(spec))
+        name = f"{LARGEST}, {mode}, {LARGEST_ROWS} rows an expert"
+        yield _repeat(layer, LARGEST_TILE, ids, 2000, name, poison=False)
+        del layer
+        torch.cuda.empty_cache()
+    del packed
     torch.cuda.empty_cache()
     small = all_cases()[0]
     tensors = cases.random_tensors(small.spec, 5)
@@ -143,86 +160,30 @@ LAYER_TESTS = {
 """Parts that are tests of the public layer; their kernels come from the store, not from `--cache`."""
 
 
+_COUNTS = ("passed", "failed", "skipped", "errors")
+
+
 def layers(part: str) -> Iterator[dict[str, Any]]:
     """One result per test file, in a process of its own: a capture that breaks on purpose spoils its context."""
     for path in LAYER_TESTS[part]:
-        command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", path]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "--color=no", "-p", "no:cacheprovider", path]
         started = time.time()
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LAYER_TESTS_S, check=False)
         except subprocess.TimeoutExpired:
             yield {"check": path, "seconds": LAYER_TESTS_S, "said": "did not end in time", "ok": False}
             continue
-        lines = done.stdout.splitlines()
-        said = lines[-1] if lines else done.stderr[-300:]
-        result = {"check": path, "seconds": round(time.time() - started, 1), "said": said}
-        failed = [] if done.returncode == 0 else lines[-25:]
-        yield result | {"failures": failed, "ok": done.returncode == 0 and " passed" in said and "skipped" not in said}
+        seconds = round(time.time() - started, 1)
+        yield {"check": path, "seconds": seconds} | pytest_result(done.returncode, done.stdout, done.stderr)
 
 
-SANITIZER_S = 150.0
-SANITIZED_CASE, SANITIZED_TILE = "odd-nvfp4", "h16"
-
-
-def sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:
-    """compute-sanitizer's tools over one small case.
-
-    racecheck does not follow mbarrier phases, so it reports every hand-over from the producer warps W and T to their
-    readers through shared memory (ring entries, per-row words). Those are expected; a hazard whose writer is any other
-    warp is not.
-    """
-    spec = next(case.spec for case in all_cases() if case.name == SANITIZED_CASE)
-    arguments = ["correctness", "--only", SANITIZED_CASE, "--tiles", SANITIZED_TILE]
-    arguments += ["--routings", "masked,all-masked,none"]
-    return _sanitize(cache_dir, arguments, KernelConfig(spec, TILES[SANITIZED_TILE]))
-
-
-SANITIZED_RANKS = "two-ranks-odd-bf16-fp4"
-
-
-def exchange_sanitizer(cache_dir: Path) -> Iterator[dict[str, Any]]:
-    """The same over the single launch of all ranks of a layer with dispatch and combine."""
-    spec, tiles = exchange.SPECS[SANITIZED_RANKS]
-    arguments = ["exchange", "--only", SANITIZED_RANKS, "--tiles", "together"]
-    return _sanitize(cache_dir, arguments, KernelConfig(spec, TILES[tiles[0]], all_ranks=True))
-
-
-def _sanitize(cache_dir: Path, arguments: list[str], kernel: KernelConfig) -> Iterator[dict[str, Any]]:
-    for tool in ("memcheck", "synccheck", "racecheck"):
-        started = time.time()
-        command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=kernel", "--error-exitcode", "99"]
-        command += [sys.executable, "tools/run_gpu_suite.py", *arguments, "--cache", str(cache_dir)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SANITIZER_S, check=False)
-        except subprocess.TimeoutExpired:
-            yield {"check": tool, "seconds": SANITIZER_S, "error": "did not end in time", "ok": False}
-            continue
-        lines = [
-            re.sub(r"kernel_cutlass\S*_0\+", "kernel+", line) for line in done.stdout.splitlines() if "===" in line
-        ]
-        result: dict[str, Any] = {
-            "check": tool,
-            "seconds": round(time.time() - started, 1),
-            "exit": done.returncode,
-            "report": lines[-80:],
-        }
-        if tool == "racecheck":
-            writers = {
-                int(found, 16) for found in re.findall(r"Write access at kernel\+0x([0-9a-f]+)", "\n".join(lines))
-            }
-            result["writers"] = sorted(writers)
-            result["unexplained"] = sorted(writers - _producer_stores(cache_dir, kernel))
-            failed = "FAIL" in done.stdout or not result["writers"]
-            yield result | {"ok": not result["unexplained"] and not failed}
-        else:
-            yield result | {"ok": done.returncode == 0}
-
-
-def _producer_stores(cache_dir: Path, kernel: KernelConfig) -> set[int]:
-    """Addresses of the shared stores between the two setmaxnreg instructions: the branch of W, T, R, Z and D."""
-    cubin = object_path(kernel, "sm_90a", cache_dir).with_suffix(".cubin")
-    lines, _ = sass_lines(cubin, find_cuobjdump())
-    start = next(i for i, line in enumerate(lines) if "USETMAXREG.DEALLOC" in line)
-    stop = next(i for i, line in enumerate(lines) if "USETMAXREG.TRY_ALLOC" in line)
-    stores = [line for line in lines[start:stop] if " STS" in line]
-    return {int(re.match(r"\s+/\*([0-9a-f]+)\*/", line)[1], 16) for line in stores}  # type: ignore[index]
+def pytest_result(status: int, output: str, errors: str = "") -> dict[str, Any]:
+    """pytest's counts, why tests were skipped, and `ok`: some passed, and none failed or was skipped."""
+    lines = output.splitlines()
+    said = lines[-1] if lines else errors[-300:]
+    counts = dict.fromkeys(_COUNTS, 0)
+    for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", said):
+        counts["errors" if name.startswith("error") else name] = int(number)
+    ok = status == 0 and counts["passed"] > 0 and sum(counts.values()) == counts["passed"]
+    skips = [line for line in lines if line.startswith("SKIPPED")]
+    return {"said": said, "counts": counts, "skips": skips, "failures": [] if ok else lines[-25:], "ok": ok}

@@ -68,7 +68,7 @@ SMALL = (1024, 512, 13, 6)
 
 
 def one_rank_cases() -> list[Case]:
-    """A small shape with every option, odd shapes, then twelve experts of the presets' shapes."""
+    """A small shape with every option, odd shapes, then some experts of the presets' shapes over every wire."""
     cases = [
         Case("small-nvfp4", _layer(SMALL, 384, "nvfp4"), FULL),
         Case("small-bf16", _layer(SMALL, 384, "bf16"), FULL),
@@ -81,13 +81,28 @@ def one_rank_cases() -> list[Case]:
         Case("odd-nvfp4", _layer((672, 336, 40, 16), 96, "nvfp4"), SHORT),
         Case("odd-nvfp4-fp4", _layer((800, 352, 5, 3), 64, "nvfp4", "fp4", **OPTIONS), ("edge-short", *SHORT[2:])),
     ]
-    for name in ("deepseek-v3", "deepseek-v4-pro", "deepseek-v4-flash", "qwen3-235b", "gpt-oss-120b"):
+    return cases + preset_cases()
+
+
+PRESET_EXPERTS = {"kimi-k2": 48}
+"""Experts of a preset's cases where they are not twelve. kimi-k2 differs from deepseek-v3 in nothing else: here it has
+what one of eight ranks owns of its 384."""
+
+
+def preset_cases() -> list[Case]:
+    """Both activation modes and every wire of the presets' shapes, with as many experts as a test has memory for."""
+    cases = []
+    for name, model in PRESETS.items():
+        experts = PRESET_EXPERTS.get(name, 12)
+        cap = 64 * experts // model.top_k  # what the routing "zipf" needs
         for mode in ("bf16", "nvfp4"):
-            model = PRESETS[name]
-            cap = 64 * 12 // model.top_k  # what the routing "zipf" needs
-            config = model.layer_config(max_tokens_per_rank=cap, activations=mode, timeout_s=10.0)
-            config = config.model_copy(update={"num_experts": 12})
-            cases.append(Case(f"{name}-{mode}", config, ("zipf", "masked")))
+            for wire in ("bf16", "fp8", "fp4"):
+                config = model.layer_config(
+                    max_tokens_per_rank=cap, activations=mode, combine_format=wire, timeout_s=10.0
+                )
+                config = config.model_copy(update={"num_experts": experts})
+                suffix = "" if wire == "bf16" else f"-{wire}"
+                cases.append(Case(f"{name}-{mode}{suffix}", config, ("zipf", "masked")))
     return cases
 
 
