@@ -24,6 +24,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tools.bulk_stores import unwaited_bulk_stores
 from tools.check_blackwell import check_blackwell
 
 WINDOW = 40
@@ -99,6 +100,7 @@ def lint_ptx(text: str, exchange: bool) -> list[str]:
     for word in ("tanh.approx", "ld.global.nc", "ld.volatile", "membar", ".weak."):
         if any(word in line for line in lines):
             faults.append(f"{word} must not appear")
+    faults += unwaited_bulk_stores(lines)
 
     def positions(pattern: str) -> list[int]:
         return [i for i, line in enumerate(lines) if re.search(pattern, line)]
