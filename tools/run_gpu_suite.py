@@ -67,19 +67,21 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def environment() -> dict[str, Any]:
-    """Where and with what the numbers were made."""
+def environment(has_gpu: bool = True) -> dict[str, Any]:
+    """Where and with what the numbers were made; GPU facts are null where no GPU took part."""
     import torch
 
+    import trtllm_megamoe
     from vendored_kernels import registry
 
     return {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gpu": torch.cuda.get_device_name(),
-        "sms": torch.cuda.get_device_properties(0).multi_processor_count,
+        "package": trtllm_megamoe.__version__,
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "sms": torch.cuda.get_device_properties(0).multi_processor_count if has_gpu else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "driver": _driver(),
+        "driver": _driver() if has_gpu else None,
         "python": platform.python_version(),
         "cutlass_dsl": registry.DSL_VERSION,
         "kernel_sources": registry.source_digest()[:24],
