@@ -71,7 +71,7 @@ compile-check: $(COMPILER)
 	$(PY) -m pytest tests/cpu/test_sm90_compile.py tests/cpu/test_sm100_compile.py
 
 compile-all: $(COMPILER)
-	$(PY) tools/compile_check.py $(KERNELS) --all
+	$(PY) tools/compile_check.py $(KERNELS) --all --json $(KERNELS)/compile-all.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

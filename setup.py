@@ -26,6 +26,11 @@ BENCH = [
     "nvidia-ml-py>=12",
     "nvtx>=0.2.10; sys_platform == 'linux'",
 ]
+# what `microbench --rivals` times the layer beside, in the versions that were measured (microbench/results/hopper)
+RIVALS = [
+    "humming-kernels==0.1.20; sys_platform == 'linux'",  # compiles when first used: needs a CUDA toolkit
+    "tokenspeed-triton-kernels==1.0.0.post20260510; sys_platform == 'linux'",  # the module triton_kernels
+]
 DEV = [
     *BENCH,
     "pytest>=8.0",
@@ -71,6 +76,7 @@ setup(
         "cu13": [f"nvidia-cutlass-dsl[cu13]=={DSL}", *KERNELS],
         "compile": [f"nvidia-cutlass-dsl[cu13]=={DSL}", *DISASSEMBLER, *KERNELS],
         "bench": BENCH,
+        "rivals": RIVALS,
         "dev": DEV,
     },
     entry_points={

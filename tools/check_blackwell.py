@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tools.bulk_stores import unwaited_bulk_stores
 from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.sm100.config import (
     K_ATOM,
@@ -72,6 +73,7 @@ def lint_ptx(text: str, facts: dict[str, Any]) -> list[str]:
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("//")]
     faults = [f"{word} must not appear" for word in FORBIDDEN if any(word in line for line in lines)]
+    faults += unwaited_bulk_stores(lines)
     if f".target {facts['arch']}" not in lines:
         faults.append(f"target is not {facts['arch']}")
     for pattern, expected in expected_counts(config_of(facts)).items():

@@ -18,12 +18,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tools.bulk_stores import unwaited_bulk_stores
 from tools.check_blackwell import check_blackwell
 
 WINDOW = 40
@@ -99,6 +101,7 @@ def lint_ptx(text: str, exchange: bool) -> list[str]:
     for word in ("tanh.approx", "ld.global.nc", "ld.volatile", "membar", ".weak."):
         if any(word in line for line in lines):
             faults.append(f"{word} must not appear")
+    faults += unwaited_bulk_stores(lines)
 
     def positions(pattern: str) -> list[int]:
         return [i for i, line in enumerate(lines) if re.search(pattern, line)]
@@ -156,16 +159,53 @@ def _lint_exchange(lines: list[str], positions: Callable[[str], list[int]]) -> l
     return faults
 
 
-def check_kernel(facts_file: Path, cuobjdump: str) -> list[str]:
-    """All faults of one kernel."""
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a compiled kernel takes, from its cubin.
+
+    Attributes:
+        registers: Of a thread at launch.
+        stack_bytes, local_bytes: Of a thread; local memory is what spilled registers live in.
+        spill_instructions: Loads and stores of local memory.
+        static_shared_bytes: Shared memory of the cubin; most of it is asked for at launch.
+    """
+
+    registers: int
+    stack_bytes: int
+    local_bytes: int
+    spill_instructions: int
+    static_shared_bytes: int
+
+
+def read_resources(lines: list[str], resources: str) -> Resources:
+    """The numbers of `sass_lines`."""
+    numbers = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", resources)}
+    return Resources(
+        registers=numbers["REG"],
+        stack_bytes=numbers["STACK"],
+        local_bytes=numbers["LOCAL"],
+        spill_instructions=sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in lines),
+        static_shared_bytes=numbers["SHARED"],
+    )
+
+
+def inspect(facts_file: Path, cuobjdump: str) -> tuple[list[str], Resources | None]:
+    """All faults of one kernel, and what it takes; None where its cubin or PTX is missing."""
     facts = json.loads(facts_file.read_text())
     ptx, cubin = facts_file.with_suffix(".ptx"), facts_file.with_suffix(".cubin")
     if not ptx.is_file() or not cubin.is_file():
-        return ["PTX or cubin missing: compile with the intermediates kept"]
+        return ["PTX or cubin missing: compile with the intermediates kept"], None
+    lines, resources = sass_lines(cubin, cuobjdump)
     if facts["arch"] != "sm_90a":
-        return check_blackwell(ptx.read_text(), *sass_lines(cubin, cuobjdump), facts)
-    exchange = facts["layer"]["ep_size"] > 1
-    return check_sass(*sass_lines(cubin, cuobjdump), facts) + lint_ptx(ptx.read_text(), exchange)
+        faults = check_blackwell(ptx.read_text(), lines, resources, facts)
+    else:
+        faults = check_sass(lines, resources, facts) + lint_ptx(ptx.read_text(), facts["layer"]["ep_size"] > 1)
+    return faults, read_resources(lines, resources)
+
+
+def check_kernel(facts_file: Path, cuobjdump: str) -> list[str]:
+    """All faults of one kernel."""
+    return inspect(facts_file, cuobjdump)[0]
 
 
 def main() -> int:

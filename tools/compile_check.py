@@ -1,37 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles shipped kernels without a GPU and fails on what a compiler can silently do to them.
 
-    python tools/compile_check.py OUT_DIR [--all] [--jobs N]
+    python tools/compile_check.py OUT_DIR [--all] [--jobs N] [--json FILE]
 
 Without `--all` a set that covers every axis once: each tile configuration with and without an exchange between ranks,
 both activation modes, each wire, clamp and score placement, each preset's shape. With it: every kernel that any preset
 can launch at EP 8, or one rank's experts as a layer of its own. For Blackwell both targets: each token block with each
-wire once, or with `--all` all. Objects, PTX and cubins stay in OUT_DIR; `tools/check_kernels.py` judges them. Needs the
-DSL, a C compiler and cuobjdump.
+wire once, or with `--all` all. Objects, PTX and cubins stay in OUT_DIR; `tools/check_kernels.py` judges them.
+`--json` writes every kernel's registers, spills, shared memory, seconds and verdict. Needs the DSL, a C compiler and
+cuobjdump.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from itertools import cycle, product
 from pathlib import Path
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tools.check_kernels import check_kernel, find_cuobjdump
+import trtllm_megamoe
+from tools.check_kernels import Resources, find_cuobjdump, inspect
 from trtllm_megamoe.buckets import BucketLadder
 from trtllm_megamoe.formats import ActivationMode, CombineFormat
 from trtllm_megamoe.kernels import blackwell, hopper
 from trtllm_megamoe.presets import PRESETS, ModelShape
 from vendored_kernels import registry
-from vendored_kernels.compile import compile_configs
+from vendored_kernels.compile import KernelCompileError, check_compiler, compile_configs
 from vendored_kernels.sm90.config import KernelConfig
 from vendored_kernels.sm100.config import TILES as BLACKWELL_TILES
 from vendored_kernels.sm100.config import KernelConfig as Sm100Config
+
+Kernel: TypeAlias = KernelConfig | Sm100Config
 
 EP_SIZE = 8
 CAP = 8192
@@ -101,9 +110,9 @@ def covering_blackwell_kernels() -> Iterator[Sm100Config]:
         yield kernel
 
 
-def wanted_kernels(every: bool) -> list[tuple[str, registry.KernelConfig]]:
+def wanted_kernels(every: bool) -> list[tuple[str, Kernel]]:
     """(target, kernel) of a run; a covering set takes the two Blackwell targets in turn."""
-    out: list[tuple[str, registry.KernelConfig]] = []
+    out: list[tuple[str, Kernel]] = []
     if every:
         out += [(hopper.ARCH, kernel) for kernel in every_kernel()]
         out += list(product(blackwell.ARCHS, every_blackwell_kernel()))
@@ -112,37 +121,89 @@ def wanted_kernels(every: bool) -> list[tuple[str, registry.KernelConfig]]:
     return out + list(zip(cycle(blackwell.ARCHS), covering_blackwell_kernels()))
 
 
-def main() -> int:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One kernel. `seconds` is None where it was compiled before; `faults` is empty where it passed."""
+
+    arch: str
+    kernel: Kernel
+    seconds: float | None
+    faults: Sequence[str]
+    resources: Resources | None
+
+    def row(self) -> dict[str, Any]:
+        """JSON-ready; `shared_bytes` is what a launch asks for."""
+        return {
+            "kernel": registry.kernel_key(self.kernel, self.arch),
+            "arch": self.arch,
+            **self.kernel.facts(),
+            "verdict": "fault" if self.faults else "ok",
+            "faults": list(self.faults),
+            "seconds": None if self.seconds is None else round(self.seconds, 1),
+            "shared_bytes": self.kernel.shared_bytes,
+            **(asdict(self.resources) if self.resources is not None else {}),
+        }
+
+
+def build(arch: str, kernel: Kernel, out_dir: Path, cuobjdump: str) -> Outcome:
+    """Compile one kernel, if it is not there, and inspect it; one that does not compile has that as its fault."""
+    states: list[str] = []
+    started = time.perf_counter()
+    try:
+        (path,) = compile_configs(
+            arch, [kernel], out_dir, keep_intermediates=True, progress=lambda _, state: states.append(state)
+        )
+    except KernelCompileError as err:
+        return Outcome(arch, kernel, time.perf_counter() - started, [str(err)], None)
+    seconds = time.perf_counter() - started if states == ["compiled"] else None
+    return Outcome(arch, kernel, seconds, *inspect(path.with_suffix(".json"), cuobjdump))
+
+
+def report(outcomes: Sequence[Outcome], command: str, seconds: float) -> dict[str, Any]:
+    """What a run found, JSON-ready."""
+    targets = {outcome.arch for outcome in outcomes}
+    return {
+        "command": command,
+        "environment": {
+            "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "package": trtllm_megamoe.__version__,
+            "cutlass_dsl": registry.DSL_VERSION,
+            "kernel_sources": {arch: registry.source_digest(arch)[:24] for arch in sorted(targets)},
+        },
+        "passed": sum(not outcome.faults for outcome in outcomes),
+        "failed": sum(bool(outcome.faults) for outcome in outcomes),
+        "seconds": round(seconds, 1),
+        "kernels": [outcome.row() for outcome in outcomes],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Exit code 1 when any kernel has a fault."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--all", action="store_true", help="every shipped kernel, not only a covering set")
     parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at a time")
-    arguments = parser.parse_args()
-    kernels = wanted_kernels(arguments.all)
-    started = time.time()
-    paths: list[Path] = []
-    for arch in registry.ARCHITECTURES:
-        configs = [kernel for target, kernel in kernels if target == arch]
-        print(f"compiling {len(configs)} kernels for {arch}", flush=True)
-        paths += compile_configs(
-            arch,
-            configs,
-            arguments.out_dir,
-            jobs=arguments.jobs,
-            keep_intermediates=True,
-            progress=lambda key, state: print(f"{state} {key}", flush=True),
-        )
-    cuobjdump = find_cuobjdump()
-    num_faulty = 0
-    for path in paths:
-        faults = check_kernel(path.with_suffix(".json"), cuobjdump)
-        if faults:
-            num_faulty += 1
-            print(f"FAULT {path.stem}: {'; '.join(faults)}", flush=True)
-    passed = len(kernels) - num_faulty
-    print(f"compile-check: {passed} passed, {num_faulty} failed in {time.time() - started:.0f} s", flush=True)
-    return 1 if num_faulty else 0
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a report of every kernel")
+    options = parser.parse_args(arguments)
+    check_compiler()
+    kernels, cuobjdump, started = wanted_kernels(options.all), find_cuobjdump(), time.perf_counter()
+    print(f"compiling {len(kernels)} kernels", flush=True)
+
+    def run(wanted: tuple[str, Kernel]) -> Outcome:
+        outcome = build(*wanted, options.out_dir, cuobjdump)
+        took = "cached" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
+        verdict = f"FAULT {'; '.join(outcome.faults)}" if outcome.faults else "ok"
+        print(f"{registry.kernel_key(outcome.kernel, outcome.arch)} {took} {verdict}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(max_workers=max(options.jobs, 1)) as pool:
+        outcomes = list(pool.map(run, kernels))
+    found = report(outcomes, shlex.join(["tools/compile_check.py", *arguments]), time.perf_counter() - started)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"compile-check: {found['passed']} passed, {found['failed']} failed in {found['seconds']:.0f} s", flush=True)
+    return 1 if found["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -9,14 +9,17 @@ Each round starts two processes in turn: a bare one (`import torch; torch.zeros(
 imports the package, builds a layer, loads weights and kernels, launches every bucket and one token. The first round
 only warms the disk cache. A process that outlasts its limit is ended, and what it had reached is reported; so is one
 that fails, that loads the kernel compiler, or that changes memory which is not its own (R10): canaries of several sizes
-lie on the device from before the import until after the first token.
+lie on the device from before the import until after the first token. The report says where and with what it was made,
+and whether the warm processes could have imported the DSL.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -101,7 +104,9 @@ def run_child(options: argparse.Namespace) -> None:
     _synchronize(torch, device)
     phases.done("first token")
     intact = all(bool((canary == 0xA5).all()) for canary in canaries)
-    phases.done("check", canaries_intact=intact, compiler_loaded="cutlass" in sys.modules)
+    loaded = "cutlass" in sys.modules
+    has_dsl = loaded or importlib.util.find_spec("cutlass") is not None  # finds it without importing it
+    phases.done("check", canaries_intact=intact, compiler_loaded=loaded, dsl_installed=has_dsl)
     layer.load_weights(weights)
     _synchronize(torch, device)
     phases.done("reload weights")
@@ -150,6 +155,8 @@ def total_of(child: dict[str, Any]) -> float:
 
 def measure(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """All rounds, and their medians."""
+    from tools.run_gpu_suite import environment
+
     rounds: list[dict[str, Any]] = []
     deadline = time.perf_counter() + options.total_limit_s
     for number in range(options.warm_ups + options.rounds):
@@ -163,7 +170,13 @@ def measure(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
         if pair["bare"]["fault"] or pair["warm"]["fault"]:
             break
     names = ("preset", "share_of_ep", "num_experts", "max_tokens_per_rank", "activations", "engine")
-    facts: dict[str, Any] = {name: getattr(options, name) for name in names}
+    told = {child["dsl_installed"] for pair in rounds for child in pair.values() if "dsl_installed" in child}
+    facts: dict[str, Any] = {
+        "command": shlex.join(["tools/measure_warm_start.py", *arguments]),
+        "environment": environment(options.engine == "cuda"),  # after the rounds: it imports torch and looks at the GPU
+        **{name: getattr(options, name) for name in names},
+        "dsl_installed": told.pop() if len(told) == 1 else None,  # null: no warm process came so far
+    }
     faults = [child["fault"] for pair in rounds for child in pair.values() if child["fault"]]
     counted = rounds[options.warm_ups :]
     if faults or not counted:

@@ -85,21 +85,23 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def environment() -> dict[str, Any]:
-    """Where and with what the numbers were made."""
+def environment(has_gpu: bool = True) -> dict[str, Any]:
+    """Where and with what the numbers were made; GPU facts are null where no GPU took part."""
     import torch
 
+    import trtllm_megamoe
     from microbench.environment import commit
     from vendored_kernels import registry
 
     return {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "package": trtllm_megamoe.__version__,
         "commit": commit(),
-        "gpu": torch.cuda.get_device_name(),
-        "sms": torch.cuda.get_device_properties(0).multi_processor_count,
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "sms": torch.cuda.get_device_properties(0).multi_processor_count if has_gpu else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "driver": _driver(),
+        "driver": _driver() if has_gpu else None,
         "python": platform.python_version(),
         "cutlass_dsl": registry.DSL_VERSION,
         "kernel_sources": registry.source_digest()[:24],

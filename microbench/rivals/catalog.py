@@ -32,10 +32,17 @@ RIVALS: tuple[type[Rival], ...] = (
 
 NOT_RUN = {
     "DeepGEMM, fp8 weights and activations": (
-        "other numbers: activations in fp8 groups of 128 and weights in fp8 blocks of 128 x 128, which cannot hold "
-        "these weights; and twice their bytes"
+        "other numbers: on sm_90 its grouped GEMMs (m_grouped_fp8_gemm_nt_contiguous and _masked; main of 2026-09) "
+        "take fp8 weights with a scale per 128 x 128 and fp8 activations with a scale per 128, which cannot hold these "
+        "weights; and twice their bytes"
     ),
-    "FlashInfer moe_ep, fused": "its NVFP4 kernels need sm_100, those for sm_90 take fp8 weights only",
+    "FlashInfer moe_ep, NVFP4 weights, fp8 activations": (
+        "other numbers: its fused kernel for sm_90 with NVFP4 weights (release 0.7.4) quantises activations to fp8, a "
+        "scale per token; the one with bf16 activations is in its main branch only"
+    ),
+    "FlashInfer MoELayer, NVFP4 weights, bf16 activations": (
+        "not tried: release 0.7.4 has it for sm_90 on one rank (cuTile kernels; a low-latency path for up to 8 tokens)"
+    ),
 }
 """Implementations that people ask for and that are not timed beside the layer, each with the reason."""
 

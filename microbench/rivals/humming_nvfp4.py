@@ -45,7 +45,7 @@ class _Humming(Rival):
     @classmethod
     def why_not(cls) -> str | None:
         if importlib.util.find_spec("humming") is None:
-            return "humming-kernels is not installed (pip install humming-kernels)"
+            return "humming-kernels is not installed (pip install -e '.[rivals]')"
         if not torch.cuda.is_available():
             return "no CUDA device is visible to torch"
         return None

@@ -55,7 +55,7 @@ class _TritonMxfp4(Rival):
     @classmethod
     def why_not(cls) -> str | None:
         if importlib.util.find_spec("triton_kernels") is None:
-            return f"triton_kernels is not installed (pip install --no-deps {cls.distribution})"
+            return f"triton_kernels is not installed ({cls.distribution}: pip install -e '.[rivals]')"
         if not torch.cuda.is_available():
             return "no CUDA device is visible to torch"
         return None

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from tests.helpers.cli import invoke
 from trtllm_megamoe.cache.store import ObjectCache
+from trtllm_megamoe.cli import compile as compile_cli
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
@@ -62,6 +67,49 @@ def test_compile_filled_cache_serves_the_engine_without_the_dsl(
     missing = invoke("compile", "--preset", "kimi-k2", "--out", cache_dir, *SMALL)
     assert missing.exit_code == 2
     assert "needs the CuTe DSL" in missing.output and "cache import" in missing.output
+
+
+class FakeBar:
+    """Stands for tqdm: what was asked of it, and how far it came."""
+
+    made: ClassVar[list[FakeBar]] = []
+
+    def __init__(self, items: Sequence[object] = (), *, total: int | None = None, **options: object) -> None:
+        self.items, self.total, self.options = items, len(items) if total is None else total, options
+        self.done, self.lines = 0, list[str]()
+        self.made.append(self)
+
+    def __iter__(self) -> Iterator[object]:
+        for item in self.items:
+            yield item
+            self.update(1)
+
+    @classmethod
+    def write(cls, line: str) -> None:
+        cls.made[-1].lines.append(line)
+
+    def update(self, n: int) -> None:
+        self.done += n
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("request_", [("--preset", "qwen3-235b", *SMALL), ("--selftest", "--quick", "--num-sms", 8)])
+def test_compile_shows_how_far_it_is_and_logs_how_long_each_kernel_took(
+    request_: tuple[object, ...], cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bar over all kernels, hidden where stderr is no terminal; times go to the log wherever a kernel is built."""
+    monkeypatch.setattr(FakeBar, "made", [])
+    monkeypatch.setattr(compile_cli, "tqdm", FakeBar)
+    with caplog.at_level(logging.INFO, "trtllm_megamoe"):
+        result = invoke("compile", "--out", cache_dir, *request_)
+    assert result.exit_code == 0, result.output
+    (bar,) = FakeBar.made
+    assert bar.total == bar.done >= 1 and f"{bar.total} kernels" in result.output
+    assert bar.options["disable"] is None, "tqdm then looks whether stderr is a terminal"
+    built = re.findall(r"built (sm_90a-\S+) in \d+\.\d s", caplog.text)
+    assert set(built) == {entry.name for _, entry in ObjectCache(cache_dir).entries()} and built
+    assert re.search(rf"{bar.total} kernels for sm_90a in \d+\.\d s", caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from trtllm_megamoe.comm import Communicator, run_threads
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.cuda import engine
 from trtllm_megamoe.engines.registry import choose_engine
-from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeWeightError
+from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeStateError, MegaMoeWeightError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels.family import FAMILIES
 from trtllm_megamoe.layer import MegaMoELayer, build_workspace
@@ -82,6 +82,43 @@ def test_engine_one_rank_drives_the_kernel_and_equals_the_oracle(
             layer.engine.raise_if_failed()
             assert torch.equal(bits(out), bits(call.expected))
     assert gpu.launches == len(counts)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_unprepared_bucket_is_refused_by_name_before_any_launch(
+    capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch may load no code: a capture cannot, and peers would wait for it."""
+    gpu = cuda_on_cpu.install(monkeypatch)
+    load = gpu.load
+    monkeypatch.setattr(
+        gpu, "load", lambda *given: {bucket: one for bucket, one in load(*given).items() if bucket != 16}
+    )
+    config = MegaMoeConfig.create(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4,
+                                  max_tokens_per_rank=64, engine="cuda", activations="bf16")  # fmt: skip
+    call = make_call(config, tensors := tensors_of(config), RoutingKind.RANDOM, 5, 3)
+    layer = MegaMoELayer(config)
+    layer.load_weights(tensors)
+    layer.forward(call.x, call.routing.topk_ids, call.routing.topk_weights, 8)
+    gpu.is_capturing = capturing
+    with pytest.raises(MegaMoeStateError) as caught:
+        layer.forward(call.x, call.routing.topk_ids, call.routing.topk_weights, 16)
+    text = str(caught.value)
+    assert "kernel sm_90a-h8-h256-i128-e16-k4-r1-bf16-bf16 of bucket 16 is not prepared" in text
+    assert "buckets prepared: 8, 32, 64" in text and "call prepare()" in text
+    assert ("in a graph capture" in text) == capturing
+    assert [launched.bucket for launched in gpu.launches] == [8] and layer.last_bucket == 8
+
+
+def test_closed_layer_on_a_workspace_that_others_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, gpu = install(monkeypatch, KernelFile.load(DATA / "sm90_nvfp4.ptx"), 6)
+    call = make_call(config, tensors := tensors_of(config), RoutingKind.RANDOM, 5, 3)
+    layer = MegaMoELayer(config, workspace=build_workspace(config))
+    layer.load_weights(tensors)
+    layer.close()
+    with pytest.raises(MegaMoeStateError, match=r"kernel sm_90a-\S+ of bucket 6 .* buckets prepared: none"):
+        layer.forward(call.x, call.routing.topk_ids, call.routing.topk_weights)
+    assert gpu.launches == 0
 
 
 @pytest.mark.parametrize("kernel", ["sm90_ranks2", "sm100_ranks2"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -89,3 +90,18 @@ def test_compiler_extras_pin_the_version_that_the_registry_checks() -> None:
     from vendored_kernels.registry import DSL_VERSION
 
     assert f'DSL = "{DSL_VERSION}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
+def test_rivals_extra_pins_the_versions_that_were_measured() -> None:
+    """Every package that a rival needs, torch apart; the newest result says which versions the times belong to."""
+    from microbench.rivals.catalog import RIVALS
+
+    extra = re.search(r"^RIVALS = \[\n(.*?)^\]", (ROOT / "setup.py").read_text(encoding="utf-8"), re.M | re.S)
+    assert extra is not None
+    pins = dict(re.findall(r'"([\w-]+)==([\w.]+);', extra[1]))
+    assert set(pins) == {rival.distribution for rival in RIVALS} - {"torch"}
+    newest = max((ROOT / "microbench" / "results" / "hopper").glob("rivals-*.json"))
+    rows = json.loads(newest.read_text(encoding="utf-8"))["rivals"]["results"]
+    names = {rival.name: rival.distribution for rival in RIVALS}
+    measured = {names[row["rival"]]: row["version"] for row in rows if row["rival"] in names and row["version"]}
+    assert pins == {name: version for name, version in measured.items() if name != "torch"}

@@ -71,7 +71,7 @@ def test_wheel_metadata_is_as_promised(wheel: zipfile.ZipFile) -> None:
     assert facts["Name"] == "trtllm-megamoe"
     assert facts["Version"] == trtllm_megamoe.__version__
     assert facts["Requires-Python"] == ">=3.10"
-    assert set(facts.get_all("Provides-Extra", [])) >= {"cu12", "cu13", "bench", "dev"}
+    assert set(facts.get_all("Provides-Extra", [])) >= {"cu12", "cu13", "bench", "rivals", "dev"}
     required = [entry for entry in facts.get_all("Requires-Dist", []) if "extra ==" not in entry]
     (torch,) = (entry for entry in required if entry.startswith("torch"))
     assert torch == "torch>=2.4"  # open upwards: a host pins its own

@@ -11,7 +11,7 @@ from microbench.routing import RoutingName, by_tokens, route
 from tools.gpu_suite import cases
 from tools.gpu_suite.ranks import Inputs
 from trtllm_megamoe.selftest.inputs import RANK_ROUTINGS, rank_ids
-from vendored_kernels.sm90.config import LayerSpec
+from vendored_kernels.common.layer import LayerSpec
 
 BENCH_ROUTINGS: dict[str, tuple[RoutingName, float | None]] = {
     **{f"bench {name.value}": (name, None) for name in RoutingName},

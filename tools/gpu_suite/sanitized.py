@@ -23,7 +23,8 @@ from tools.gpu_suite.layer import GpuLayer
 from tools.gpu_suite.ranks import Inputs, RankGroup, join
 from trtllm_megamoe.reference.oracle import OracleWeights, oracle_forward
 from trtllm_megamoe.selftest.checks import compare, fault_of
-from vendored_kernels.sm90.config import TILES, KernelConfig, LayerSpec
+from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.sm90.config import TILES, KernelConfig
 
 TILE = "h8"
 CTAS = 4

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,8 @@ from trtllm_megamoe.presets import PRESETS
 from trtllm_megamoe.selftest.objects import Bar, obtain_all
 from trtllm_megamoe.selftest.plan import Target, needed_kernels
 
+logger = logging.getLogger(__name__)
+
 Obtain = Callable[[hopper.Progress], dict[str, Path]]
 """Gets one kernel's object; reports its name and state."""
 
@@ -48,12 +51,14 @@ def _compile_selftest(target: Target, cache: ObjectCache, jobs: int) -> None:
     """Every kernel that `selftest` launches on this target."""
     family, kernels = target.family, needed_kernels(target)
     assert family is not None
+    started = time.perf_counter()
 
     def bar(count: int) -> Bar:
         made: Bar = tqdm(total=count, desc=f"compile {family.arch}", unit="kernel", disable=None)
         return made
 
     obtain_all(family, kernels, cache, jobs, bar)
+    logger.info("%d kernels for %s in %.1f s", len(kernels), family.arch, time.perf_counter() - started)
     click.echo(f"{len(kernels)} kernels of the self-test ({family.arch}) in {cache.root}")
 
 
@@ -155,6 +160,7 @@ def command(
                 tiles += [tile_of(tactic) for rung in ladder.rungs for tactic in space.legal_candidates(rung)]
             distinct = {tile.name: tile for tile in tiles}.values()
             wanted += [partial(hopper.obtain, spec, [tile], cache) for tile in distinct]
+    begun = time.perf_counter()
     for obtain in tqdm(wanted, desc=f"compile {arch}", unit="kernel", disable=None):
         started = time.perf_counter()
 
@@ -162,4 +168,5 @@ def command(
             tqdm.write(f"{state:9s} {time.perf_counter() - started:6.1f} s  {name}")
 
         obtain(report)
+    logger.info("%d kernels for %s in %.1f s", len(wanted), arch, time.perf_counter() - begun)
     click.echo(f"{len(wanted)} kernels for {model.name} ({arch}, EP {ep_size}) in {cache.root}")

@@ -114,11 +114,12 @@ class CudaEngine(Engine):
         self._workspace.require_launchable()
         if self._scales is None:
             raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
+        prepared = self._prepared(bucket)
         self.last_bucket = bucket
         topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
         out = torch.empty_like(x)  # graph-ok[GR401]: the caller's result; a capture takes it from the graph's pool
         launch = partial(
-            self._launches[bucket].launch,
+            prepared.launch,
             x=x.data_ptr(),
             ids=topk_ids.data_ptr(),
             route_weights=topk_weights.data_ptr(),
@@ -163,7 +164,7 @@ class CudaEngine(Engine):
             raise MegaMoeStateError(f"rank {self._rank}: record_timeline before load_weights")
         if "timestamps" not in self._family.arguments:
             raise MegaMoeUnavailableError(f"rank {self._rank}: {self._family.name} kernels write no time stamps")
-        plain = self._launches[bucket]
+        plain = self._prepared(bucket)
         buffer = torch.zeros(self._num_ctas, CTA_WORDS, dtype=torch.int64, device=self.device)
         spec = self._family.layer_spec(self._config, self._workspace.comm.size, self._mode)
         addresses = {**self._addresses, "timestamps": buffer.data_ptr()}
@@ -231,6 +232,27 @@ class CudaEngine(Engine):
     def _load(self, mode: ActivationMode, tactics: Mapping[int, ResolvedTactic]) -> dict[int, PreparedLaunch]:
         spec = self._family.layer_spec(self._config, self._workspace.comm.size, mode)
         return self._family.load_launches(spec, tactics, self._num_ctas, self._spaces["local"][:256], self._addresses)
+
+    def _prepared(self, bucket: int) -> PreparedLaunch:
+        """The bucket's launch, code loaded: a launch must not load it, for peers would wait and a capture cannot."""
+        if bucket in self._launches:
+            return self._launches[bucket]
+        where = "in a graph capture" if torch.cuda.is_current_stream_capturing() else "eager forward"
+        loaded = ", ".join(map(str, sorted(self._launches))) or "none, as after close()"
+        raise MegaMoeStateError(
+            f"rank {self._rank}: kernel {self._kernel_name(bucket)} of bucket {bucket} is not prepared ({where}), "
+            f"buckets prepared: {loaded}; nothing was launched. Build the layer, load its weights and call prepare() "
+            "on all ranks before the first capture"
+        )
+
+    def _kernel_name(self, bucket: int) -> str:
+        """What a bucket would launch, for error texts."""
+        assert self._mode is not None  # weights are bound
+        resolved = self._tactics[self._mode].get(bucket)
+        if resolved is None:  # not of this layer's ladder
+            return self._family.kernel_name
+        spec = self._family.layer_spec(self._config, self._workspace.comm.size, self._mode)
+        return self._family.object_key(self._family.kernel(spec, self._family.tile_of(resolved.tactic))).name
 
     def raise_if_failed(self) -> None:
         """The kernel writes its error record to host memory; an earlier launch's failure surfaces here."""
