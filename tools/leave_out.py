@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,6 +63,26 @@ class Edit:
             raise ValueError(f"{self.file}: expected once, found {text.count(self.old)} times:\n{self.old}")
         path.write_text(text.replace(self.old, self.new))
 
+
+_FC1_MATH = """\
+        for c0, c1 in _runs((p1 - p0) // 8):
+            packed = []
+            for c in cutlass.range_constexpr(p0 // 8 + c0, p0 // 8 + c1):
+                row_scales = ptx.lds_pair_f(rows_at + (c * 8 + (lane % 4) * 2) * 4)
+                if const_expr(cfg.layer.weigh_before_requant):
+                    weights = ptx.lds_pair_f(weights_at + (c * 8 + (lane % 4) * 2) * 4)
+                values = []
+                for i in cutlass.range_constexpr(2):
+                    gate = ptx.mul_rn(ptx.mul_rn(acc[4 * c + i], row_scales[i]), alpha_gate)
+                    up = ptx.mul_rn(ptx.mul_rn(acc[4 * c + 2 + i], row_scales[i]), alpha_up)
+                    value = _activate(cfg, swiglu, gate, up)
+                    if const_expr(cfg.layer.weigh_before_requant):
+                        value = ptx.mul_rn(value, weights[i])
+                    values.append(value)
+                low, high = ptx.unpack_bf16(ptx.pack_bf16(values[0], values[1]))
+                packed.append(ptx.pack_f16_saturating(ptx.mul_rn(low, factor), ptx.mul_rn(high, factor)))
+            ptx.stsm_transposed(mine + c0 * 8 * pitch, packed)
+"""
 
 VARIANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
     WHOLE: ("the kernel as it is", ()),
@@ -112,17 +133,8 @@ VARIANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
         ),
     ),
     "fc1 math": (
-        "no row scales, SwiGLU, requantisation and transposition; accumulators are rounded to f16 and stored",
-        (
-            Edit("epilogue.py", "for c0, c1 in _runs((p1 - p0) // 8):", "for c0, c1 in ():"),
-            Edit(
-                "epilogue.py",
-                "words = ptx.lds128(staging + token * pitch + chunk * 16)\n                channel =",
-                "pairs = [(p0 // 2 + p * 8 + w * 2) % (n // 2) for w in range(4)]\n"
-                "                words = [ptx.pack_f16(acc[pair], acc[pair + 1]) for pair in pairs]\n"
-                "                channel =",
-            ),
-        ),
+        "no row scales, SwiGLU, requantisation and transposition; what lay in the staging buffer is stored",
+        (Edit("epilogue.py", _FC1_MATH, "        if valid > 4096:\n" + textwrap.indent(_FC1_MATH, "    ")),),
     ),
     "fc2 stores": (
         "nothing of an fc2 tile is scaled, rounded or stored",
