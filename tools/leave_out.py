@@ -36,9 +36,10 @@ import torch
 from tools.gpu_suite import bench, cases
 from tools.gpu_suite.layer import GpuLayer
 from tools.run_gpu_suite import environment
+from vendored_kernels.common.layer import LayerSpec
 from vendored_kernels.launch import ADDRESSES, NUMBERS, Launch
 from vendored_kernels.registry import _load_module, source_digest
-from vendored_kernels.sm90.config import CODE_BYTES, KernelConfig, LayerSpec, choose_tile
+from vendored_kernels.sm90.config import CODE_BYTES, KernelConfig, choose_tile
 
 ROOT = Path(__file__).parent.parent
 ARCH = "sm_90a"

@@ -12,8 +12,8 @@ import pytest
 from tools import compile_check
 from tools.check_kernels import Resources, expected_wgmma, read_resources
 from vendored_kernels import registry
-from vendored_kernels.compile import KernelCompileError
 from vendored_kernels.common.layer import LayerSpec
+from vendored_kernels.compile import KernelCompileError
 from vendored_kernels.sm90.config import TILES, KernelConfig
 from vendored_kernels.sm100.config import TILES as BLACKWELL_TILES
 from vendored_kernels.sm100.config import KernelConfig as Sm100Config
