@@ -108,9 +108,9 @@ from ..common.waits import (
     record_departure,
     wait_at_least,
 )
-from . import epilogue, mainloop, staging
+from . import epilogue, mainloop, pairs, staging
 from .config import EPILOGUE_WARPS, K_STAGE, RING_SLOTS, STAGING_WARPS, THREADS, KernelConfig
-from .instructions import fence_after_sync, fence_before_sync
+from .instructions import cluster_lds32, fence_after_sync, fence_before_sync, of_cta
 
 STAGING_BARRIER = 9
 """Named barrier of the staging warps; 1 is the epilogue's own, 10 the four other warps', 11 theirs and the helpers'."""
@@ -204,11 +204,12 @@ class Sm100MegaMoeNvfp4Kernel:
             exchange: cute.struct.Align[cute.struct.MemRange[Int32, max(cfg.exchange_words, 4)], 16]
             buffer: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.epilogue_bytes], 128]
             weights: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * 128 * K_STAGE // 2], 1024]
-            tokens: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.tile.tokens * K_STAGE // 2], 1024]
+            tokens: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.token_code_bytes], 1024]
             weight_scales: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.weight_scale_bytes], 1024]
             token_scales: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.token_scale_bytes], 1024]
 
         self.storage = Storage
+        cluster = {"cluster": [cfg.tile.ctas, 1, 1]} if cfg.pair else {}
         self.kernel(
             mma,
             tuple(maps1),
@@ -255,7 +256,7 @@ class Sm100MegaMoeNvfp4Kernel:
             dry,
             lag,
             rank,
-        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], **cluster, min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
     def kernel(
@@ -315,6 +316,7 @@ class Sm100MegaMoeNvfp4Kernel:
         gdim, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
+        cta = pairs.cta_rank(cfg, bidx)
         memory = cutlass.utils.SmemAllocator().allocate(self.storage)
         bars = tuple(
             getattr(memory, name).data_ptr()
@@ -322,7 +324,7 @@ class Sm100MegaMoeNvfp4Kernel:
         )
         info, rows_at = Int32(memory.info.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
         table, buffer = Int32(memory.table.data_ptr().toint()), Int32(memory.buffer.data_ptr().toint())
-        hold = memory.hold.data_ptr()  # TMEM address, then the number of fc2 tiles
+        hold = memory.hold.data_ptr()  # TMEM address, the number of fc2 tiles, whether some rank has aborted (pairs)
         hold_at = Int32(hold.toint())
         la, lb, lsa, lsb = layouts
         smem = (
@@ -361,11 +363,11 @@ class Sm100MegaMoeNvfp4Kernel:
                 numbers = (cfg.stages, cfg.stages, 2, 2, RING_SLOTS, RING_SLOTS, RING_SLOTS, RING_SLOTS)
                 for kind in cutlass.range_constexpr(8):
                     for i in cutlass.range_constexpr(numbers[kind]):
-                        cute.arch.mbarrier_init(bars[kind] + i, list(mainloop.BARRIER_COUNTS.values())[kind])
+                        cute.arch.mbarrier_init(bars[kind] + i, list(mainloop.barrier_counts(cfg).values())[kind])
             cute.arch.mbarrier_init_fence()
         if warp == 0:
-            cute.arch.alloc_tmem(cfg.tmem_allocated, hold)
-            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.alloc_tmem(cfg.tmem_allocated, hold, cfg.pair)
+            cute.arch.relinquish_tmem_alloc_permit(cfg.pair)
         abort = abort_at
         if const_expr(cfg.exchange):
             abort = ptx.ldg64(peers + Int64(rank) * 8) + abort_at
@@ -382,6 +384,8 @@ class Sm100MegaMoeNvfp4Kernel:
             ptx.sts64(control + ABORT_AT, abort_at)
             ptx.sts32(control + GIVEN_UP, 0)
             ptx.sts32(control + CTAS, gdim)
+            if const_expr(cfg.pair):
+                ptx.sts32(hold_at + 8, aborted)
         i = tidx
         while i < const_expr(cfg.route_table_experts if cfg.exchange else slots):
             ptx.sts32(counts + i * 4, 0)
@@ -394,8 +398,10 @@ class Sm100MegaMoeNvfp4Kernel:
                 i = i + THREADS
             exchange.load_peers(cfg, ex, peers, tidx)
         fence_before_sync()
-        cute.arch.sync_threads()
+        pairs.sync_ctas(cfg)
         fence_after_sync()
+        if const_expr(cfg.pair):  # the word may change at any time: a pair goes by what the leader has seen
+            aborted = cluster_lds32(of_cta(hold_at + 8, Int32(pairs.LEADER)))
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, hold)
         if aborted == 0 and dry == 0:
             bank_index = launch & 1
@@ -439,15 +445,25 @@ class Sm100MegaMoeNvfp4Kernel:
                 if const_expr(cfg.exchange):  # the helpers may begin to pull
                     exchange.share_table(cfg, ex, blocks, live, thread)
                     cute.arch.barrier_arrive(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
-                tiles.lay_out_segments(
-                    slots, cfg.fc1_row_tiles, cfg.fc2_row_tiles, TABLE_BARRIER, table, lag, blocks, live, thread
-                )
+                row_tiles1, row_tiles2 = cfg.fc1_row_tiles, cfg.fc2_row_tiles
+                if const_expr(cfg.pair):  # a pair's tile is two row tiles
+                    row_tiles1, row_tiles2, lag = row_tiles1 // 2, row_tiles2 // 2, lag // 2
+                tiles.lay_out_segments(slots, row_tiles1, row_tiles2, TABLE_BARRIER, table, lag, blocks, live, thread)
                 if warp == STAGING_WARPS:
-                    mainloop.mma_warp(cfg, bars, info, mma, smem, layouts, tmem, lane)
+                    if cta == pairs.LEADER:
+                        mainloop.mma_warp(cfg, bars, info, mma, smem, layouts, tmem, lane)
                 elif warp == STAGING_WARPS + 1:
-                    mainloop.weight_warp(
-                        cfg, bars, table, blocks, info, maps1, maps2, mma, targets, bank, bidx, gdim, lane
-                    )
+                    if const_expr(cfg.pair):
+                        if cta == pairs.LEADER:
+                            mainloop.leader_weight_warp(
+                                cfg, bars, table, blocks, info, maps1, maps2, mma, targets, bank, bidx, gdim, lane
+                            )
+                        else:
+                            mainloop.follower_weight_warp(cfg, bars, info, maps1, maps2, mma, targets, lane)
+                    else:
+                        mainloop.weight_warp(
+                            cfg, bars, table, blocks, info, maps1, maps2, mma, targets, bank, bidx, gdim, lane
+                        )
                 elif warp == STAGING_WARPS + 2:
                     mainloop.token_warp(
                         cfg,
@@ -466,6 +482,7 @@ class Sm100MegaMoeNvfp4Kernel:
                         ready_bank,
                         pool_bank,
                         staging_ctas,
+                        cta,
                         lane,
                     )
                 else:
@@ -636,7 +653,7 @@ class Sm100MegaMoeNvfp4Kernel:
         elif dry == 0 and bidx == 0 and tidx == 0:
             record_departure(control)
         fence_before_sync()
-        cute.arch.sync_threads()  # nobody may touch TMEM after this point
+        pairs.sync_ctas(cfg)  # nobody may touch TMEM after this point, nor the other CTA of a pair
         if warp == 0:
             fence_after_sync()
-            cute.arch.dealloc_tmem(tmem, cfg.tmem_allocated)
+            cute.arch.dealloc_tmem(tmem, cfg.tmem_allocated, cfg.pair)
