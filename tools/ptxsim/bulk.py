@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import SimError, UnsupportedInstruction
+from .errors import BarrierError, SimError, UnsupportedInstruction
 from .machine import AsyncWork, Cta, Machine, Mask, TensorMap, Warp
 from .memory import CTA_SHIFT, GLOBAL_BASE, POISON
 from .operands import PARAM_SHIFT, PARAM_SPACE, address, lanes, value
@@ -127,8 +127,6 @@ def _tensor_load(ins: Instruction, machine: Machine) -> Function:
         views = w.views.copy()
 
         def copy() -> None:
-            if w.cta.has_left:
-                raise SimError(f"a tensor load writes into {w.cta.name} after it has left")
             data, index, inside = _box(machine, tensor, x, y)
             offset = to + np.arange(data.size)
             if tensor.swizzle:
@@ -138,6 +136,8 @@ def _tensor_load(ins: Instruction, machine: Machine) -> Function:
             elif to % 128:
                 raise SimError("a box must start at a multiple of 128 bytes")
             mark = w.cta.mbarrier(bar, views=views).landing_event()
+            if w.cta.has_left:  # the barrier may be the other CTA's
+                raise BarrierError(f"a tensor load writes into {w.cta.name} after it has left")
             memory = machine.memory
             racy = inside & memory.racy[np.where(inside, index, 0)]
             stale = machine.order.unordered(memory.record, index[racy], views, ASYNC_GLOBAL)

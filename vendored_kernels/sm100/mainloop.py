@@ -37,6 +37,9 @@ INFO_BYTES = 32
 word is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is finished. A pair's leader
 writes both CTAs' entries; they differ in the row tile, which is the CTA's own."""
 
+NO_TILE = -1
+"""Kind of what a leader's W streams before its first tile."""
+
 MOST_UNANNOUNCED = 8
 """Finished fc2 tiles that other ranks are told of at once."""
 
@@ -310,30 +313,31 @@ def _hand_over_tile(cfg, bars, table: Int32, info: Int32, blocks, t, total, segm
 def leader_weight_warp(
     cfg, bars, table: Int32, blocks, info: Int32, maps1, maps2, mma, smem, bank: Int64, bidx, gdim, lane
 ):
-    """W of a pair's leader: claims for both CTAs, and hands a tile over before it streams the weights of the last one.
+    """W of a pair's leader: hands a tile over to both CTAs before it streams the weights of the last one.
 
-    So that the way to the other CTA costs no time, tiles are claimed two ahead.
+    So the way to the other CTA costs no time. Two tiles are a pair's from the start, the others are claimed.
     """
     total = const_expr((cfg.fc1_row_tiles + cfg.fc2_row_tiles) // cfg.tile.ctas) * blocks
     num_pairs = gdim // cfg.tile.ctas
     stage, phase = Int32(0), Int32(1)
+    slot, slot_phase = Int32(0), Int32(1)
+    segment = Int32(0)
     t = bidx // cfg.tile.ctas
-    ahead = Int32(0)
-    if lane == 0:
-        ahead = ptx.claim_add_relaxed_gpu(bank + tiles.CLAIM * 4, 1)
-    kind, expert, row_tile, segment, slot, slot_phase = _hand_over_tile(
-        cfg, bars, table, info, blocks, t, total, Int32(0), Int32(0), Int32(1), lane
-    )
+    kind, expert, row_tile = Int32(NO_TILE), Int32(0), Int32(0)
     while kind != tiles.END:
-        t = ptx.broadcast_lane0(ahead) + num_pairs
         next_kind, next_expert, next_row_tile, segment, slot, slot_phase = _hand_over_tile(
             cfg, bars, table, info, blocks, t, total, segment, slot, slot_phase, lane
         )
-        if lane == 0:  # behind the handing over, whose release would wait for it
-            ahead = ptx.claim_add_relaxed_gpu(bank + tiles.CLAIM * 4, 1)
-        stage, phase = _stream_weights(
-            cfg, maps1, maps2, mma, smem, kind, expert, row_tile, bars, Int32(pairs.LEADER), stage, phase
-        )
+        if kind == NO_TILE:
+            t = t + num_pairs
+        else:
+            ahead = Int32(0)
+            if lane == 0:  # behind the handing over, whose release would wait for it
+                ahead = ptx.claim_add_relaxed_gpu(bank + tiles.CLAIM * 4, 1)
+            stage, phase = _stream_weights(
+                cfg, maps1, maps2, mma, smem, kind, expert, row_tile, bars, Int32(pairs.LEADER), stage, phase
+            )
+            t = ptx.broadcast_lane0(ahead) + num_pairs * 2
         kind, expert, row_tile = next_kind, next_expert, next_row_tile
     _await_commits(cfg, bars[1], stage, phase)
 
