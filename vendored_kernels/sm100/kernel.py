@@ -385,7 +385,8 @@ class Sm100MegaMoeNvfp4Kernel:
             ptx.sts32(control + GIVEN_UP, 0)
             ptx.sts32(control + CTAS, gdim)
             if const_expr(cfg.pair):
-                ptx.sts32(hold_at + 8, aborted)
+                if cta == pairs.LEADER:
+                    ptx.sts32(hold_at + 8, aborted)
         i = tidx
         while i < const_expr(cfg.route_table_experts if cfg.exchange else slots):
             ptx.sts32(counts + i * 4, 0)
@@ -400,7 +401,7 @@ class Sm100MegaMoeNvfp4Kernel:
         fence_before_sync()
         pairs.sync_ctas(cfg)
         fence_after_sync()
-        if const_expr(cfg.pair):  # the word may change at any time: a pair goes by what the leader has seen
+        if const_expr(cfg.pair):  # the word may change at any time: a pair goes by what its leader has seen
             aborted = cluster_lds32(of_cta(hold_at + 8, Int32(pairs.LEADER)))
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, hold)
         if aborted == 0 and dry == 0:

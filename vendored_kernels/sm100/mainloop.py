@@ -393,7 +393,8 @@ def _await_tokens(
     row0,
     valid,
     counter,
-    mine: Int32,
+    rows_at: Int32,
+    slot,
     table: Int32,
     control: Int32,
     row_meta: Int64,
@@ -416,6 +417,7 @@ def _await_tokens(
             gave_up = wait_at_least(bank + tiles.STAGED * 4, staging_ctas, control, ranks, SITE_STAGED, 0)
             staged = Int32(1)
     gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
+    mine = rows_at + slot * const_expr(cfg.tile.tokens * 4)
     j = lane
     while j < valid:
         row = Int64(row0 + j)
@@ -468,7 +470,6 @@ def token_warp(
     A pair's other CTA waits for the leader's word, which brings all that the leader has acquired.
     """
     ifull, iempty, rfull = bars[4], bars[5], bars[7]
-    block_rows = const_expr(cfg.tile.tokens)
     stage, phase = Int32(0), Int32(1)
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(tiles.FC1)
@@ -489,7 +490,8 @@ def token_warp(
                     row0,
                     valid,
                     counter,
-                    rows_at + slot * (block_rows * 4),
+                    rows_at,
+                    slot,
                     table,
                     control,
                     row_meta,

@@ -37,7 +37,7 @@ def cta_rank(cfg, bidx):
     """0 for a leader."""
     rank = Int32(LEADER)
     if const_expr(cfg.pair):
-        rank = cute.arch.make_warp_uniform(bidx % 2)
+        rank = bidx & 1
     return rank
 
 
