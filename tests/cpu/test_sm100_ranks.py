@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Blackwell kernel between virtual ranks, in the interpreter, memory order checked: equals the oracle bit for bit.
 
-tests/data/ptx holds three builds that cover the three wires, both score placements, rows of one and two pieces, tails
-of every dimension, two and three ranks. All memory that is no input starts as NaN; pulled rows and fc1 output are
+tests/data/ptx holds four builds that cover the three wires, both score placements, rows of one and two pieces, tails
+of every dimension, two and three ranks, single CTAs and pairs. All memory that is no input starts as NaN; pulled rows and fc1 output are
 compared as well as y.
 """
 
@@ -28,6 +28,8 @@ from vendored_kernels.common.sites import (
         ("sm100_ranks2", RoutingKind.MASKED_30, (0, 5), 2, 2),
         ("sm100_ranks2_wide", RoutingKind.DUPLICATES, (2, 1), 1, 1),
         ("sm100_ranks3", RoutingKind.RANDOM, (3, 0, 2), 1, 1),
+        ("sm100_pair_ranks2", RoutingKind.MASKED_30, (0, 5), 2, 2),
+        ("sm100_pair_ranks2", RoutingKind.DUPLICATES, (9, 4), 4, 1),
     ],
 )
 def test_ranks_outputs_equal_the_oracle_bit_for_bit(
@@ -59,6 +61,10 @@ def test_ranks_gpu_scope_between_ranks_is_caught(case: RanksCase) -> None:
     case.require_system_scope()
 
 
+def test_ranks_of_pairs_gpu_scope_between_ranks_is_caught() -> None:
+    RanksCase("sm100_pair_ranks2", RoutingKind.RANDOM, (3, 2)).require_system_scope()
+
+
 @pytest.mark.parametrize(
     ("step", "sites"),
     [
@@ -66,11 +72,14 @@ def test_ranks_gpu_scope_between_ranks_is_caught(case: RanksCase) -> None:
         (FAULT_PULL, {SITE_POOL, SITE_RETURNS}),
     ],
 )
-def test_rank_that_stops_before_a_step_ends_every_launch_with_a_record(
-    case: RanksCase, step: int, sites: set[int]
-) -> None:
-    """Rank 0 stops; both ranks' launches end, and both records name a wait of that step or the other's failure."""
-    run = case.run(fault_steps=(step, 0), timeout_ns=20_000, check_order=False, patience=4000)
+@pytest.mark.parametrize("build", ["sm100_ranks2", "sm100_pair_ranks2"])
+def test_rank_that_stops_before_a_step_ends_every_launch_with_a_record(build: str, step: int, sites: set[int]) -> None:
+    """Rank 0 stops; both ranks' launches end, and both records name a wait of that step or the other's failure.
+
+    So do those of a second launch, which finds the abort words up.
+    """
+    case = RanksCase(build, RoutingKind.RANDOM, (3, 2))
+    run = case.run(fault_steps=(step, 0), grid=2, launches=2, timeout_ns=20_000, check_order=False, patience=4000)
     assert all(error[0] == 1 for error in run.errors)
     found = {error[2] for error in run.errors}
     assert found & sites and found <= sites | {SITE_PEER}

@@ -66,7 +66,7 @@ class RanksCase:
         for name in ("fence.acq_rel", "red.release", "ld.acquire", "st.release", "st.relaxed"):
             text = text.replace(f"{name}.sys", f"{name}.gpu")
         with pytest.raises(OrderError):
-            self.run(text, max_rounds=3000)
+            self.run(text, grid=self.kernel.facts["tile"].get("ctas", 1), max_rounds=3000)
 
     def check(self, run: RanksRun) -> None:
         """y of every rank bit for bit; on Blackwell every pulled row and every row of fc1 output, exactly."""

@@ -158,6 +158,9 @@ def compile_store(ins: Instruction, machine: Machine) -> Function:
             words[:, i] = source(w)[which].astype(dtype)
         new = words.view(np.uint8).reshape(which.size, total)
         repeated = data[index] == new
+        if place.cluster:  # a moment of its own: what releases only this CTA's shared memory stops before it
+            w.tick()
+            w.remote_clock = w.clock
         mark = w.mark(strong is not None)
         if repeated.any():
             repeated &= machine.order.unordered(record, index, w.views, place.view)
@@ -165,6 +168,8 @@ def compile_store(ins: Instruction, machine: Machine) -> Function:
         machine.order.write(record, index[~repeated], w.views, place.view, mark)
         data[index] = new
         machine.progress = True
+        if place.cluster:
+            w.tick()
         if strong is not None:
             for lane in which:
                 _release(w, place.flag(w, int(lane)), strong, scope, keep=False)
@@ -261,8 +266,10 @@ def fence_acq_rel(w: Warp, scope: str) -> None:
 
 
 def fence_release_own_shared(w: Warp) -> None:
-    """fence.release.sync_restrict::shared::cta.cluster: later relaxed arrivals release shared memory's accesses only."""
+    """fence.release.sync_restrict::shared::cta.cluster: later relaxed arrivals release accesses of own shared memory."""
     views = w.views[:SHARED_ROWS].copy()
     views[[GENERIC, ASYNC_GLOBAL]] = 0
+    if w.remote_clock:
+        views[:, w.component] = np.minimum(views[:, w.component], w.remote_clock - 1)
     w.fence_release = ("cluster", views)
     w.tick()
