@@ -6,8 +6,8 @@
 Without `--all` a set that covers every axis once: each tile configuration with and without an exchange between ranks,
 both activation modes, each wire, clamp and score placement, each preset's shape. With it: every kernel that any preset
 can launch at EP 8, or one rank's experts as a layer of its own. For Blackwell both targets: each tile configuration, of
-single CTAs and of pairs, with and without an exchange once, or with `--all` all. Objects, PTX and cubins stay in OUT_DIR; `tools/check_kernels.py` judges them. Needs the
-DSL, a C compiler and cuobjdump.
+single CTAs and of pairs, with and without an exchange once, or with `--all` all. Objects, PTX and cubins stay in
+OUT_DIR; `tools/check_kernels.py` judges them. Needs the DSL, a C compiler and cuobjdump.
 """
 
 from __future__ import annotations

@@ -166,7 +166,10 @@ def test_other_cta_is_touched_only_while_it_runs() -> None:
 
 def test_arrival_at_the_wrong_cta_leaves_the_right_one_waiting() -> None:
     with pytest.raises((DeadlockError, BarrierError)):
-        run(hand_over(RELEASE, ".acquire.cluster").replace("mapa.shared::cluster.u32 %r6, %r40, 1", "mov.b32 %r6, %r40"))
+        own = hand_over(RELEASE, ".acquire.cluster").replace(
+            "mapa.shared::cluster.u32 %r6, %r40, 1", "mov.b32 %r6, %r40"
+        )
+        run(own)
     with pytest.raises(SimError, match="without shared::cluster"):
         run(hand_over("mbarrier.arrive.shared.b64 _, [%r6];", ".acquire.cluster"))
     with pytest.raises(SimError, match="another CTA's shared memory"):

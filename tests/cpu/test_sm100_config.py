@@ -32,7 +32,6 @@ from vendored_kernels.sm100.config import (
     THREADS,
     TILES,
     TMEM_COLUMNS,
-    TOKEN_BLOCKS,
     KernelConfig,
     TileConfig,
     choose_tile,
@@ -123,7 +122,12 @@ def test_pair_loads_half_the_tokens_in_each_cta_and_has_room_for_more_stages(tok
 
 @pytest.mark.parametrize(
     ("hidden", "inter", "row_tiles", "empty"),
-    [(7168, 3072, (48, 56), False), (4096, 1536, (24, 32), False), (2880, 2880, (46, 24), True), (96, 32, (2, 2), True)],
+    [
+        (7168, 3072, (48, 56), False),
+        (4096, 1536, (24, 32), False),
+        (2880, 2880, (46, 24), True),
+        (96, 32, (2, 2), True),
+    ],
 )
 def test_pair_row_tiles_come_in_twos_and_an_odd_last_one_has_an_empty_partner(
     hidden: int, inter: int, row_tiles: tuple[int, int], empty: bool

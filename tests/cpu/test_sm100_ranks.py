@@ -2,8 +2,8 @@
 """The Blackwell kernel between virtual ranks, in the interpreter, memory order checked: equals the oracle bit for bit.
 
 tests/data/ptx holds four builds that cover the three wires, both score placements, rows of one and two pieces, tails
-of every dimension, two and three ranks, single CTAs and pairs. All memory that is no input starts as NaN; pulled rows and fc1 output are
-compared as well as y.
+of every dimension, two and three ranks, single CTAs and pairs. All memory that is no input starts as NaN; pulled rows
+and fc1 output are compared as well as y.
 """
 
 from __future__ import annotations

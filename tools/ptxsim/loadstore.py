@@ -266,7 +266,7 @@ def fence_acq_rel(w: Warp, scope: str) -> None:
 
 
 def fence_release_own_shared(w: Warp) -> None:
-    """fence.release.sync_restrict::shared::cta.cluster: later relaxed arrivals release accesses of own shared memory."""
+    """fence.release.sync_restrict::shared::cta.cluster: later relaxed arrivals release what was done to own memory."""
     views = w.views[:SHARED_ROWS].copy()
     views[[GENERIC, ASYNC_GLOBAL]] = 0
     if w.remote_clock:

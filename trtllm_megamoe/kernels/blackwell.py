@@ -92,7 +92,8 @@ def tile_of(tactic: Tactic) -> TileConfig:
 
 def grid_of(tile: TileConfig, num_ctas: int) -> int:
     """CTAs of a launch of this tile, of the `num_ctas` that may run: whole pairs of them."""
-    return num_ctas // tile.ctas * tile.ctas
+    ctas: int = tile.ctas
+    return num_ctas // ctas * ctas
 
 
 def tactic_space(spec: LayerSpec, num_sms: int) -> TacticSpace:

@@ -44,7 +44,6 @@ MOST_UNANNOUNCED = 8
 """Finished fc2 tiles that other ranks are told of at once."""
 
 
-
 def _group(cfg):
     """CTAs that an MMA, a scale copy or a commit belongs to."""
     return tcgen05.CtaGroup.TWO if cfg.pair else tcgen05.CtaGroup.ONE
@@ -53,9 +52,7 @@ def _group(cfg):
 def make_mma(cfg):
     """The tiled MMA: 128 weight rows a CTA x a token block x 64, block-scaled FP4, operands in shared memory."""
     shape = (cfg.mma_rows, cfg.tile.tokens, K_ATOM)
-    return cute.make_tiled_mma(
-        tcgen05.MmaMXF4NVF4Op(Float8E4M3FN, shape, _group(cfg), tcgen05.OperandSource.SMEM)
-    )
+    return cute.make_tiled_mma(tcgen05.MmaMXF4NVF4Op(Float8E4M3FN, shape, _group(cfg), tcgen05.OperandSource.SMEM))
 
 
 def shared_layouts(cfg, mma):
@@ -434,9 +431,7 @@ def _await_tokens(
         j = j + 32
     if kind == tiles.FC2:
         if gave_up == 0:
-            gave_up = wait_at_least(
-                ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
-            )
+            gave_up = wait_at_least(ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter)
         gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
     if lane == 0:
         pairs.store_to_both(cfg, entry + 28, gave_up)
