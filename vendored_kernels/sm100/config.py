@@ -218,7 +218,7 @@ class KernelConfig:
 
     @property
     def fc1_row_tiles(self) -> int:
-        """Row tiles of fc1 per expert, one a CTA, in whole pairs: behind an odd number comes one whose rows are dropped."""
+        """Row tiles of fc1 per expert, one a CTA, in whole pairs: one whose rows are dropped may be the last."""
         return -(-self.fc1_filled_tiles // self.tile.ctas) * self.tile.ctas
 
     @property
@@ -279,7 +279,7 @@ class KernelConfig:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the token warp loads per stage: codes and scales of whole 128-row blocks, which pairs do not share."""
+        """Bytes that the token warp loads per stage: codes, and scales of whole 128-row blocks, which no pair shares."""
         return self.token_code_bytes + self.token_scale_bytes
 
     @property

@@ -12,9 +12,13 @@ Supported
     1 to 16 ranks that can address each other's memory, whatever token block each of them runs; H and I multiples of 32,
     up to 256 local experts, top_k up to 16, any token count including 0 (read from device memory, so one captured graph
     serves every T of its bucket), ids int32 or int64 with masked (out of range) and duplicate entries, three wire
-    formats, both score placements, one token block per kernel (32, 64, 128 or 256).
+    formats, both score placements, one token block per kernel (32, 64, 128 or 256). A tile is one CTA's, or from 64
+    tokens on a pair's: a cluster of two whose MMA takes 256 weight rows; each CTA loads and keeps its 128 of them, half
+    of the tokens and the scales of all. An odd number of row tiles leaves one CTA of the last pair with rows that are
+    dropped.
 Not supported
-    bf16 activations; CTA pairs; all ranks in one launch; grids that are not fully resident (every CTA runs at once).
+    bf16 activations; all ranks in one launch; grids that are not fully resident (every CTA runs at once); pairs with an
+    odd number of CTAs.
 Operands (addresses; R pool rows, T tokens, E experts of this rank, K top_k; atoms(k) = ceil(k / 64), blocks(r) =
 ceil(r / 128))
     w1_codes (E, 2I, H/2) u8          gate and up interleaved by 16 rows; two e2m1 a byte, even column in the low nibble
@@ -41,12 +45,17 @@ Warp roles (12 warps, 1 CTA per SM)
     8      MMA                                     9      W: table, claims, weight loads
     10     T: token loads, the only warp that waits for a tile's tokens
     11     R: releases; it also clears the next launch's counters and, in CTA 0, compares the ranks' headers
-Pipelines (producer -> consumer, arrivals)
-    full[stage]   W, T -> MMA: 2 and the bytes of both          empty[stage]  MMA -> W, T: 1 (commit)
-    afull[pair]   MMA -> epilogue: 1 (commit)                   aempty[pair]  epilogue -> MMA: one per warp
-    ifull[slot]   W -> T, MMA, epilogue, R: 1                   iempty[slot]  T, MMA, R -> W: 3
+    A pair's even CTA leads: its W claims for both, its T waits for both, its MMA warp issues for both. The other CTA's
+    W and T load what they are told, its MMA warp is idle; everything else is every CTA's own (pairs.py).
+Pipelines (producer -> consumer, arrivals; [those of a pair, where they differ])
+    full[stage]   W, T -> MMA: 2 and the bytes of both          empty[stage]  MMA -> W, T: 1 (commit) [to both CTAs]
+                  [of both CTAs, in the leader]
+    afull[pair]   MMA -> epilogue: 1 (commit) [to both CTAs]    aempty[pair]  epilogue -> MMA: one per warp [of both]
+    ifull[slot]   W -> T, MMA, epilogue, R: 1 [the leader's W   iempty[slot]  T, MMA, R -> W: 3 [6: T, R and MMA or W of
+                  to both CTAs, also to the other's W]                        both CTAs, to the leader]
     rfull[slot]   T -> epilogue: 1 (each row's route or         done[slot]    epilogue -> R: one per warp
                   weight; whether a wait failed)
+                  [the leader's T to both, also to the other's T]
     TMEM: two accumulators (at 256 tokens they overlap, one pair), then four (two) buffers for a stage's scales. The
     manual orders scale copies before later MMAs only, so the MMA warp waits for empty[stage] of a buffer's last use.
 Synchronisation contract, every kernel
@@ -63,6 +72,15 @@ Synchronisation contract, every kernel
     epoch, expected  them
     error, abort     first failure: exch, st; then st.release.sys  every wait: ld.acquire.sys;         host
                      to every rank's abort word                    at entry: plain ld
+Pairs, beside the above (all in shared memory; barriers initialised, then a cluster barrier)
+    ring entry,      leader's W, T: st.shared::cluster,            mbarrier.try_wait.acquire.cluster   as read
+    row facts        mbarrier.arrive.release.cluster
+    entry read       T, R, MMA or W: fence.release of own shared   leader's W: the same                phase
+                     memory, mbarrier.arrive.relaxed.cluster
+    accumulator      epilogue: tcgen05.wait::ld, fence::before,    MMA: try_wait.relaxed.cluster,      phase
+    read             mbarrier.arrive.relaxed.cluster               fence::after
+    abort at entry   leader: st.shared, cluster barrier            both: ld.shared::cluster            launch
+    exit             every commit awaited by W of either CTA, cluster barrier, dealloc (cta_group::2)
 One rank
     pool, scales,    staging warps: st, fence.proxy.async, named   T: ld.acquire.gpu,                  stream
     row_*            barrier, one red.release.gpu on `staged`      fence.proxy.async, TMA

@@ -147,7 +147,7 @@ def _weight_tile(
     stage,
     phase,
 ):
-    """Stream the weights of one CTA's tile; codes beyond an expert's rows meet zero scales, or rows that are dropped."""
+    """Stream the weights of one CTA's tile; what lies beyond an expert's rows meets zero scales or is dropped later."""
     full, empty = bars[0], bars[1]
     first_row = expert * rows + (row_tile - cta) * TILE_ROWS
     block = expert * const_expr(-(-rows // ATOM_ROWS)) + row_tile
@@ -277,7 +277,7 @@ def weight_warp(cfg, bars, table: Int32, blocks, info: Int32, maps1, maps2, mma,
 
 @cute.jit
 def _hand_over_tile(cfg, bars, table: Int32, info: Int32, blocks, t, total, segment, slot, slot_phase, lane):
-    """A pair's leader: tile `t`, or the end, to both CTAs' rings; returns the tile and where its successor is sought."""
+    """A pair's leader: tile `t`, or the end, to both CTAs' rings; returns the tile and where to look for the next."""
     ifull, iempty = bars[4], bars[5]
     at = const_expr(tiles.TableOffsets(cfg.table_experts))
     block_rows = const_expr(cfg.tile.tokens)
