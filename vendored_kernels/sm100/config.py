@@ -279,7 +279,7 @@ class KernelConfig:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the token warp loads per stage: codes, and scales of whole 128-row blocks, which no pair shares."""
+        """Bytes that the token warp loads per stage: codes, and scales of whole 128-row blocks, never shared."""
         return self.token_code_bytes + self.token_scale_bytes
 
     @property
