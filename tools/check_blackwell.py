@@ -48,8 +48,8 @@ def expected_counts(config: KernelConfig) -> dict[str, int]:
         r"barrier\.cluster\.arrive": 2,  # allocation, exit
         r"barrier\.cluster\.wait": 2,
         r"mbarrier\.arrive\.release\.cluster\.shared::cluster": 2,  # a tile, and its tokens
-        r"mbarrier\.arrive\.relaxed\.cluster\.shared::cluster": 5,  # entries given back by T, R, MMA, W; an accumulator
-        r"fence\.release\.sync_restrict::shared::cta\.cluster": 4,  # before the four entries
+        r"mbarrier\.arrive\.relaxed\.cluster\.shared::cluster": 4,  # entries given back by T, R, W; an accumulator
+        r"fence\.release\.sync_restrict::shared::cta\.cluster": 3,  # before the three entries
         r"mbarrier\.try_wait\.parity\.acquire\.cluster": 7,  # entry: T, R, W, epilogue; tokens: T, epilogue; free entry
         r"mbarrier\.try_wait\.parity\.relaxed\.cluster": 1,  # accumulator
         r"st\.shared::cluster\.b32": 8 + int(config.layer.weigh_before_requant),  # entry, whether given up, row facts

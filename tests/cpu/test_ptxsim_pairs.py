@@ -181,6 +181,12 @@ def test_cluster_barrier_that_one_cta_skips_is_a_deadlock_that_names_it() -> Non
         run(f"@%p1 bra END; {MEET} END: bar.warp.sync -1;")
 
 
+@pytest.mark.parametrize("half", ["barrier.cluster.arrive;", "barrier.cluster.wait;"])
+def test_cluster_barrier_arrives_and_waits_in_turn(half: str) -> None:
+    with pytest.raises(BarrierError, match="cluster barrier"):
+        run(half + MEET)
+
+
 ALLOC = "tcgen05.alloc.cta_group::{}.sync.aligned.shared::cta.b32 [%r40+64], 32;"
 DEALLOC = "ld.shared.b32 %r9, [%r40+64]; tcgen05.dealloc.cta_group::{}.sync.aligned.b32 %r9, 32;"
 

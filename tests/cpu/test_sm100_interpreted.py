@@ -99,7 +99,7 @@ def pair() -> Sm100Case:
 @pytest.mark.parametrize(
     ("kind", "needle", "number"),
     [
-        ("arrival removed", "shared::cluster", 7),  # two that hand over; four entries and an accumulator given back
+        ("arrival removed", "shared::cluster", 6),  # two that hand over; three entries and an accumulator given back
         ("multicast to the leader only", "", 2),
         ("multicast to the other CTA only", "", 2),
         ("cluster release weakened", "", 2),

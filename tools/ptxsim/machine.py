@@ -144,6 +144,7 @@ class Warp:
         self.still_blocked: Callable[[], bool] | None = None
         self.cluster_generation = -1
         self.cluster_met = False
+        self.cluster_arrived = False
         self.remote_clock = 0
         self.bulk_open: list[Any] = []
         self.bulk_groups: list[list[Any]] = []

@@ -100,9 +100,10 @@ def _cluster_barrier(ins: Instruction, machine: Machine) -> Function:
     def arrive(w: Warp, m: Mask) -> None:
         whole(w, m, "cluster barrier")
         barrier = state(w)
-        if id(w) in barrier.arrived:
+        if w.cluster_arrived:
             raise BarrierError("a warp arrives twice at the cluster barrier")
         w.waiting = None
+        w.cluster_arrived = True
         w.cluster_generation = barrier.generation
         _join(barrier, w)
         if len(barrier.arrived) == machine.cluster_size * machine.program.threads // LANES:
@@ -111,12 +112,14 @@ def _cluster_barrier(ins: Instruction, machine: Machine) -> Function:
 
     def wait(w: Warp, m: Mask) -> str | None:
         barrier = state(w)
+        if not w.cluster_arrived:
+            raise BarrierError("a wait at the cluster barrier without an arrival")
         w.waits_for = "cluster barrier"
         if barrier.generation == w.cluster_generation:
             return BLOCK
         assert barrier.done is not None
         w.learn(barrier.done)
-        w.cluster_met = True
+        w.cluster_met, w.cluster_arrived = True, False
         return None
 
     return arrive if ins.parts[2] == "arrive" else wait

@@ -75,8 +75,8 @@ Synchronisation contract, every kernel
 Pairs, beside the above (all in shared memory; barriers initialised, then a cluster barrier)
     ring entry,      leader's W, T: st.shared::cluster,            mbarrier.try_wait.acquire.cluster   as read
     row facts        mbarrier.arrive.release.cluster
-    entry read       T, R, MMA or W: fence.release of own shared   leader's W: the same                phase
-                     memory, mbarrier.arrive.relaxed.cluster
+    entry read       T, R, W: fence.release of own shared memory,  leader's W: the same                phase
+                     mbarrier.arrive.relaxed.cluster; MMA: arrive
     accumulator      epilogue: tcgen05.wait::ld, fence::before,    MMA: try_wait.relaxed.cluster,      phase
     read             mbarrier.arrive.relaxed.cluster               fence::after
     abort at entry   leader: st.shared, cluster barrier            both: ld.shared::cluster            launch

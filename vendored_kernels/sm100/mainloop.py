@@ -525,7 +525,7 @@ def _scale_view(pointer, layout):
 
 @cute.jit
 def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
-    """Issue all MMAs: per stage the scales to TMEM, then four steps of K 64; commits free stages and hand tiles over.
+    """Issue all MMAs, of a pair in the leader: per stage the scales to TMEM, then four steps of K 64; commits free stages and hand tiles over.
 
     A scale copy is ordered before later MMAs of the same thread, but not behind earlier ones: before a scale buffer is
     filled again, the commit of the stage that used it last must have arrived.
@@ -561,7 +561,7 @@ def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
         row0 = ptx.lds32(entry + 12)
         cute.arch.sync_warp()
         if lane == 0:
-            pairs.give_back_entry(cfg, iempty + slot)
+            cute.arch.mbarrier_arrive(iempty + slot)
         cute.arch.sync_warp()
         if kind != tiles.END:
             k_tiles = Int32(cfg.fc1_k_tiles) if kind == tiles.FC1 else Int32(cfg.fc2_k_tiles)
