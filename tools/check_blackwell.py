@@ -23,7 +23,10 @@ from vendored_kernels.sm100.config import (
     TileConfig,
 )
 
-FORBIDDEN = ("tanh.approx", "ld.global.nc", "ld.volatile", "membar", ".weak.", "cta_group::2", ".multicast::")
+FORBIDDEN = ("tanh.approx", "ld.global.nc", "ld.volatile", "membar", ".weak.")
+FORBIDDEN_ALONE = ("cta_group::2", ".multicast::", "::cluster.b32", ".cluster.shared", "barrier.cluster")
+"""What only pairs of CTAs have; `FORBIDDEN_IN_PAIRS`: what only single ones have."""
+FORBIDDEN_IN_PAIRS = ("cta_group::1",)
 
 
 def config_of(facts: dict[str, Any]) -> KernelConfig:
@@ -41,21 +44,36 @@ def expected_counts(config: KernelConfig) -> dict[str, int]:
         # two in each wait for a cell (two kinds of warps), for a payload tag and for returned rows
         r"ld\.acquire\.sys\.global\.b64": 8,
     }
+    pair = {
+        r"tcgen05\.commit\.cta_group::2\S*\.multicast::cluster": 2,
+        r"cp\.async\.bulk\.tensor\.2d\.shared::cluster\S*\.cta_group::2": 12,
+        r"barrier\.cluster\.arrive": 2,  # allocation, exit
+        r"barrier\.cluster\.wait": 2,
+        r"mbarrier\.arrive\.release\.cluster\.shared::cluster": 2,  # a tile, and its tokens
+        r"mbarrier\.arrive\.relaxed\.cluster\.shared::cluster": 4,  # entries given back by T, R, W; an accumulator
+        r"fence\.release\.sync_restrict::shared::cta\.cluster": 3,  # before the three entries
+        r"mbarrier\.try_wait\.parity\.acquire\.cluster": 7,  # entry: T, R, W, epilogue; tokens: T, epilogue; free entry
+        r"mbarrier\.try_wait\.parity\.relaxed\.cluster": 1,  # accumulator
+        r"st\.shared::cluster\.b32": 8 + int(config.layer.weigh_before_requant),  # entry, whether given up, row facts
+        r"ld\.shared::cluster\.b32": 1,  # whether a rank had aborted at entry
+    }
     waits = 7 if config.exchange else 3
+    group = rf"cta_group::{config.tile.ctas}"
     return {
-        r"tcgen05\.mma\.cta_group::1\.kind::mxf4nvf4\.block_scale\.block16": steps,
+        rf"tcgen05\.mma\.{group}\.kind::mxf4nvf4\.block_scale\.block16": steps,
         r"tcgen05\.mma": steps,
-        r"tcgen05\.cp\.cta_group::1\.32x128b\.warpx4": steps * (1 + config.token_scale_blocks),
+        rf"tcgen05\.cp\.{group}\.32x128b\.warpx4": steps * (1 + config.token_scale_blocks),
         r"tcgen05\.cp": steps * (1 + config.token_scale_blocks),
-        r"tcgen05\.alloc": 1,
-        r"tcgen05\.relinquish_alloc_permit": 1,
-        r"tcgen05\.dealloc": 1,
+        rf"tcgen05\.alloc\.{group}": 1,
+        rf"tcgen05\.relinquish_alloc_permit\.{group}": 1,
+        rf"tcgen05\.dealloc\.{group}": 1,
         r"tcgen05\.commit": 2,  # a stage, an accumulator
         r"tcgen05\.ld": 1,
         r"tcgen05\.wait::ld": 1,
         r"tcgen05\.fence::after_thread_sync": 6,  # allocation, accumulator, stage, scale buffer, epilogue, exit
         r"tcgen05\.fence::before_thread_sync": 3,  # allocation, accumulator handed back, exit
-        r"cp\.async\.bulk\.tensor\.2d": 8,  # codes and scales of weights and tokens, two GEMMs
+        # codes and scales of weights and tokens, two GEMMs; a pair's weights are loaded by code of either CTA
+        r"cp\.async\.bulk\.tensor\.2d": 12 if config.pair else 8,
         r"mbarrier\.init": config.num_barriers,
         r"fence\.mbarrier_init": 1,
         r"fence\.proxy\.async": 3 if config.exchange else 4,  # token warp, epilogue, release warp; staging of one rank
@@ -65,6 +83,7 @@ def expected_counts(config: KernelConfig) -> dict[str, int]:
         r"st\.release\.sys": waits + (3 if config.exchange else 0),  # failures of waits and of two header words
         r"atom\.acq_rel\.gpu\.global\.add": 1,  # exit ticket
         **(exchange if config.exchange else {}),
+        **(pair if config.pair else {}),
     }
 
 
@@ -72,7 +91,8 @@ def lint_ptx(text: str, facts: dict[str, Any]) -> list[str]:
     """Faults of the PTX; every rule fails when one of its instructions is removed."""
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("//")]
-    faults = [f"{word} must not appear" for word in FORBIDDEN if any(word in line for line in lines)]
+    forbidden = FORBIDDEN + (FORBIDDEN_IN_PAIRS if config_of(facts).pair else FORBIDDEN_ALONE)
+    faults = [f"{word} must not appear" for word in forbidden if any(word in line for line in lines)]
     faults += unwaited_bulk_stores(lines)
     if f".target {facts['arch']}" not in lines:
         faults.append(f"target is not {facts['arch']}")
@@ -99,8 +119,14 @@ def check_sass(lines: list[str], resources: str, facts: dict[str, Any]) -> list[
     if any(re.search(r"\b(LDL|STL)\b", line) for line in lines):
         faults.append("local memory instructions")
     steps = K_STAGE // K_ATOM
-    mma = "UTCOMMA.4X" if facts["arch"] == "sm_100a" else "UTCOMMA.BLOCK16"
-    for opcode, expected in ((mma, steps), ("UTCCP", steps * (1 + config.token_scale_blocks)), ("LDTM", 1)):
+    two = ".2CTA" if config.pair else ""
+    mma = f"UTCOMMA{two}.4X" if facts["arch"] == "sm_100a" else f"UTCOMMA{two}.BLOCK16"
+    for opcode, expected in (
+        (mma, steps),
+        (f"UTCCP.T.S{two}", steps * (1 + config.token_scale_blocks)),
+        (f"UTCBAR{two}{'.MULTICAST' if config.pair else ''}", 2),
+        ("LDTM", 1),
+    ):
         found = sum(opcode in line for line in lines)
         if found != expected:
             faults.append(f"{found} {opcode}, expected {expected}")

@@ -5,10 +5,10 @@
 
 Without `--all` a set that covers every axis once: each tile configuration with and without an exchange between ranks,
 both activation modes, each wire, clamp and score placement, each preset's shape. With it: every kernel that any preset
-can launch at EP 8, or one rank's experts as a layer of its own. For Blackwell both targets: each token block with each
-wire once, or with `--all` all. Objects, PTX and cubins stay in OUT_DIR; `tools/check_kernels.py` judges them.
-`--json` writes every kernel's registers, spills, shared memory, seconds and verdict. Needs the DSL, a C compiler and
-cuobjdump.
+can launch at EP 8, or one rank's experts as a layer of its own. For Blackwell both targets: each tile configuration, of
+single CTAs and of pairs, with and without an exchange once, or with `--all` all. Objects, PTX and cubins stay in
+OUT_DIR; `tools/check_kernels.py` judges them. `--json` writes every kernel's registers, spills, shared memory, seconds
+and verdict. Needs the DSL, a C compiler and cuobjdump.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def covering_kernels() -> Iterator[KernelConfig]:
 
 
 def every_blackwell_kernel() -> Iterator[Sm100Config]:
-    """Every preset, wire and token block; over ranks, and one rank's share alone."""
+    """Every preset, wire and tile; over ranks, and one rank's share alone."""
     for model, wire, ranks in product(PRESETS.values(), CombineFormat, (1, EP_SIZE)):
         shape = share_of(model) if ranks == 1 else model
         config = shape.layer_config(max_tokens_per_rank=CAP, combine_format=wire)
@@ -96,18 +96,19 @@ def every_blackwell_kernel() -> Iterator[Sm100Config]:
 
 
 def covering_blackwell_kernels() -> Iterator[Sm100Config]:
-    """Each token block with each wire, over changing presets; with and without ranks in twos, targets being in turn."""
-    wanted = set(product(BLACKWELL_TILES, (wire.value for wire in CombineFormat)))
+    """Each tile alone and over ranks, one of them for each target; wires and presets take turns."""
+    wires = cycle(wire.value for wire in CombineFormat)
     shapes: dict[tuple[int, int], int] = {}
     by_axes: dict[tuple[str, str, int], list[Sm100Config]] = {}
     for kernel in every_blackwell_kernel():
         by_axes.setdefault((kernel.tile.name, kernel.layer.combine_format, kernel.layer.ep_size), []).append(kernel)
-    for number, pair in enumerate(sorted(wanted)):  # the shape that has been taken least so far
-        fitting = by_axes[(*pair, EP_SIZE if number // 2 % 2 else 1)]
-        kernel = min(fitting, key=lambda k: shapes.get((k.layer.hidden_size, k.layer.intermediate_size), 0))
-        shape = (kernel.layer.hidden_size, kernel.layer.intermediate_size)
-        shapes[shape] = shapes.get(shape, 0) + 1
-        yield kernel
+    for number, tile in enumerate(BLACKWELL_TILES):
+        for ranks in (1, EP_SIZE) if number % 2 == 0 else (EP_SIZE, 1):  # the target changes with every kernel
+            fitting = by_axes[tile, next(wires), ranks]  # of these, the shape that has been taken least so far
+            kernel = min(fitting, key=lambda k: shapes.get((k.layer.hidden_size, k.layer.intermediate_size), 0))
+            shape = (kernel.layer.hidden_size, kernel.layer.intermediate_size)
+            shapes[shape] = shapes.get(shape, 0) + 1
+            yield kernel
 
 
 def wanted_kernels(every: bool) -> list[tuple[str, Kernel]]:

@@ -57,8 +57,8 @@ LAYOUT_NUMBERS = (
 )
 """32-bit arguments of every kernel: pool capacity (on Blackwell a multiple of 128); ready and pool-ready counters per
 bank; routes of one source (T * K at the cap); strides of the staged rows; 1 for int64 ids; the step before which this
-rank stops (0; a test's way to a timeout, see `common/sites.py`); 1 to load the code and do nothing; fc1 lag; this rank
-(the first one of an all-ranks launch)."""
+rank stops (0; a test's way to a timeout, see `common/sites.py`); 1 to load the code and do nothing; fc1 lag (in tiles
+of one CTA, also where pairs run); this rank (the first one of an all-ranks launch)."""
 
 NUMBERS = (*LAYOUT_NUMBERS, "ctas_per_rank", "grid")
 """32-bit arguments of the Hopper kernels: these, and the CTAs of a rank and of the launch."""

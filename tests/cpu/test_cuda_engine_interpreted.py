@@ -28,6 +28,7 @@ from trtllm_megamoe.layer import MegaMoELayer, build_workspace
 from trtllm_megamoe.reference.oracle import OracleWeights, oracle_forward
 from trtllm_megamoe.selftest.checks import bits, oracle_options
 from trtllm_megamoe.selftest.one_rank import poison
+from vendored_kernels.sm100.config import TILES
 
 DATA = Path(__file__).parent.parent / "data" / "ptx"
 BLACKWELL = FAMILIES["sm_100a"]
@@ -62,6 +63,7 @@ def tensors_of(config: MegaMoeConfig) -> dict[str, torch.Tensor]:
     [
         ("sm100_b32", RoutingKind.MASKED_30, (4, 1)),
         ("sm100_b64", RoutingKind.HOT_EXPERT, (6,)),
+        ("sm100_pair", RoutingKind.MASKED_30, (5, 2)),
         ("sm90_nvfp4", RoutingKind.DUPLICATES, (5,)),
     ],
 )
@@ -121,7 +123,7 @@ def test_closed_layer_on_a_workspace_that_others_use_is_refused(monkeypatch: pyt
     assert gpu.launches == 0
 
 
-@pytest.mark.parametrize("kernel", ["sm90_ranks2", "sm100_ranks2"])
+@pytest.mark.parametrize("kernel", ["sm90_ranks2", "sm100_ranks2", "sm100_pair_ranks2"])
 def test_engine_two_ranks_drive_one_kernel_through_their_peers_memory(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,14 +188,31 @@ def test_blackwell_tactics_are_the_kernels_own_and_name_the_broken_rule() -> Non
                                   max_tokens_per_rank=64, activations="nvfp4")  # fmt: skip
     space = BLACKWELL.tactic_space(BLACKWELL.layer_spec(config, 1, ActivationMode.NVFP4), 148)
     legal = space.legal_candidates(64)
-    assert {BLACKWELL.tile_of(tactic).name for tactic in legal} == {"b32", "b64", "b128", "b256"}
+    assert {BLACKWELL.tile_of(tactic).name for tactic in legal} == {"b32", "b64", "b128", "b256", "b128x2", "b256x2"}
     assert {tactic.fc1_lag for tactic in legal} == {2, 3, 5}
     for change, words in (
         ({"token_widths": (32, 64)}, "one width"),
         ({"token_widths": (48,)}, "tokens 48"),
-        ({"tile_rows": 256}, "fixed"),
+        ({"tile_rows": 192}, "fixed"),
+        ({"tile_rows": 512}, "ctas 4"),
+        ({"tile_rows": 256, "token_widths": (32,)}, "tokens 32 with 2 CTA"),
         ({"max_stages": 2}, "max_stages"),
         ({"fc1_lag": 0}, "fc1_lag"),
     ):
         reason = space.why_illegal(replace(legal[0], **change), 64)
         assert reason is not None and words in reason, change
+
+
+def test_blackwell_pairs_take_whole_pairs_of_ctas_and_need_two() -> None:
+    config = MegaMoeConfig.create(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2,
+                                  max_tokens_per_rank=512, activations="nvfp4")  # fmt: skip
+    spec = BLACKWELL.layer_spec(config, 1, ActivationMode.NVFP4)
+    pair = BLACKWELL.tactic_space(spec, 37).heuristic(512)
+    assert pair.tile_rows == 256 and BLACKWELL.tile_of(pair).name == "b256x2"
+    assert [BLACKWELL.grid_of(BLACKWELL.tile_of(pair), ctas) for ctas in (148, 37, 2)] == [148, 36, 2]
+    odd = BLACKWELL.tile_of(replace(pair, token_widths=(64,), max_stages=5))
+    assert (odd.tokens, odd.max_stages, odd.ctas) == (64, 5, 2) and odd.name not in TILES
+    alone = BLACKWELL.tactic_space(spec, 1)
+    assert "need 2 multiprocessors" in (alone.why_illegal(pair, 512) or "")
+    assert BLACKWELL.tile_of(alone.legal_candidates(512)[0]).name == "b256"
+    assert BLACKWELL.grid_of(TILES["b256"], 37) == 37

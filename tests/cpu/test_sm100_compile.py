@@ -36,24 +36,36 @@ RANKS = {
     ),
 }
 """The same for two ranks."""
+PAIRS = {
+    "sm_100a": KernelConfig(LayerSpec(672, 96, 2, 2, "nvfp4", "fp4", swiglu_limit=3.0), TileConfig("wide", 256, 3, 2)),
+    "sm_103a": KernelConfig(LayerSpec(288, 160, 2, 2, "nvfp4", "fp8", ep_size=2), TileConfig("narrow", 64, 4, 2)),
+}
+"""Pairs of CTAs: one rank with the widest token block, whose accumulators overlap; two ranks with the narrowest."""
+
+
+def _compile_each(configs: dict[str, KernelConfig], directory: Path) -> dict[str, Path]:
+    """One kernel per target, with its PTX and cubin beside it."""
+    return {
+        arch: compile_configs(arch, [config], directory, keep_intermediates=True)[0] for arch, config in configs.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def compiled_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One kernel of two ranks per target."""
-    directory = tmp_path_factory.mktemp("ranks")
-    return {
-        arch: compile_configs(arch, [config], directory, keep_intermediates=True)[0] for arch, config in RANKS.items()
-    }
+    return _compile_each(RANKS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def compiled_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A kernel of pairs per target."""
+    return _compile_each(PAIRS, tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One kernel per target, with its PTX and cubin beside it."""
-    directory = tmp_path_factory.mktemp("kernels")
-    return {
-        arch: compile_configs(arch, [config], directory, keep_intermediates=True)[0] for arch, config in CONFIGS.items()
-    }
+    """One kernel per target."""
+    return _compile_each(CONFIGS, tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.mark.parametrize("arch", list(CONFIGS))
@@ -96,4 +108,28 @@ def test_compiled_kernel_of_two_ranks_ends_when_one_stops(compiled_ranks: dict[s
     text = compiled_ranks["sm_100a"].with_suffix(".ptx").read_text()
     case = RanksCase(KernelFile(text, facts(RANKS["sm_100a"], "sm_100a")), RoutingKind.RANDOM, (3, 2))
     run = case.run(fault_steps=(0, step), timeout_ns=20_000, check_order=False, patience=4000)
+    assert all(error[0] == 1 for error in run.errors)
+
+
+@pytest.mark.parametrize("arch", list(PAIRS))
+def test_compiled_kernel_of_pairs_has_no_fault(compiled_pairs: dict[str, Path], arch: str) -> None:
+    assert check_kernel(compiled_pairs[arch].with_suffix(".json"), find_cuobjdump()) == []
+
+
+def test_compiled_kernel_of_pairs_equals_the_oracle(compiled_pairs: dict[str, Path]) -> None:
+    text = compiled_pairs["sm_100a"].with_suffix(".ptx").read_text()
+    case = Sm100Case(KernelFile(text, facts(PAIRS["sm_100a"], "sm_100a")), RoutingKind.HOT_EXPERT, 45)
+    case.check(case.run(seed=2, grid=4))
+
+
+@pytest.mark.parametrize("step", [0, FAULT_STAGED])
+def test_compiled_kernel_of_pairs_over_ranks_equals_the_oracle_and_ends_when_one_stops(
+    compiled_pairs: dict[str, Path], step: int
+) -> None:
+    text = compiled_pairs["sm_103a"].with_suffix(".ptx").read_text()
+    case = RanksCase(KernelFile(text, facts(PAIRS["sm_103a"], "sm_103a")), RoutingKind.HOT_RANK, (7, 0))
+    if step == 0:
+        case.check(case.run(seed=1, grid=4, launches=2))
+        return
+    run = case.run(grid=2, fault_steps=(step, 0), timeout_ns=20_000, check_order=False, patience=4000)
     assert all(error[0] == 1 for error in run.errors)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,11 +27,11 @@ from vendored_kernels.sm100.config import (
     MAX_SHARED_BYTES,
     MIN_STAGES,
     NUMBERS,
+    PAIR_TOKEN_BLOCKS,
     REGISTER_FILE,
     THREADS,
     TILES,
     TMEM_COLUMNS,
-    TOKEN_BLOCKS,
     KernelConfig,
     TileConfig,
     choose_tile,
@@ -58,10 +60,19 @@ def test_layer_illegal_field_is_refused_with_the_rule(change: dict[str, object],
         KernelConfig(dataclasses.replace(LAYER, **change), TILES["b64"])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("change", [{"tokens": 16}, {"tokens": 96}, {"tokens": 512}, {"max_stages": 2}])
+@pytest.mark.parametrize(
+    "change", [{"tokens": 16}, {"tokens": 96}, {"tokens": 512}, {"max_stages": 2}, {"ctas": 3}, {"ctas": 0}]
+)
 def test_tile_illegal_field_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(KernelConfigError, match=next(iter(change))):
         dataclasses.replace(TILES["b64"], **change).check()  # type: ignore[arg-type]
+
+
+def test_tile_of_a_pair_takes_blocks_from_64_tokens() -> None:
+    for tokens in PAIR_TOKEN_BLOCKS:
+        TileConfig("pair", tokens, ctas=2).check()
+    with pytest.raises(KernelConfigError, match="tokens 32 with 2 CTA"):
+        TileConfig("pair", 32, ctas=2).check()
 
 
 @settings(deadline=None, max_examples=60)
@@ -77,14 +88,16 @@ def test_shipped_tiles_any_legal_layer_fit_the_chip(hidden: int, inter: int, exp
         config = KernelConfig(layer, tile)
         assert config.stages >= MIN_STAGES
         assert config.shared_bytes <= MAX_SHARED_BYTES
-        assert config.fc1_row_tiles * 128 >= 2 * inter and config.fc2_row_tiles * 128 >= hidden
+        for tiles, rows in ((config.fc1_row_tiles, 2 * inter), (config.fc2_row_tiles, hidden)):
+            assert tiles % tile.ctas == 0 and rows <= 128 * tiles < rows + 128 * tile.ctas
         assert config.fc1_k_tiles * 256 >= hidden and config.fc2_k_tiles * 256 >= inter
     assert MAX_REGISTERS * THREADS <= REGISTER_FILE
 
 
-@pytest.mark.parametrize("tokens", TOKEN_BLOCKS)
-def test_tmem_plan_nothing_overlaps_but_the_declared_accumulators(tokens: int) -> None:
-    config = KernelConfig(LAYER, TILES[f"b{tokens}"])
+@pytest.mark.parametrize("name", sorted(TILES))
+def test_tmem_plan_nothing_overlaps_but_the_declared_accumulators(name: str) -> None:
+    config = KernelConfig(LAYER, TILES[name])
+    tokens = config.tile.tokens
     first, second = range(0, tokens), range(config.accumulator_stride, config.accumulator_stride + tokens)
     scales = range(config.weight_scale_column, config.tmem_used)
     shared = set(first) & set(second)
@@ -96,6 +109,34 @@ def test_tmem_plan_nothing_overlaps_but_the_declared_accumulators(tokens: int) -
     drained = (config.release_pass + 1) * EPILOGUE_TOKENS
     assert drained >= (len(shared) if shared else tokens)
     assert config.scale_buffers <= config.stages
+
+
+@pytest.mark.parametrize("tokens", PAIR_TOKEN_BLOCKS)
+def test_pair_loads_half_the_tokens_in_each_cta_and_has_room_for_more_stages(tokens: int) -> None:
+    alone, pair = (KernelConfig(LAYER, TileConfig("tile", tokens, ctas=ctas)) for ctas in (1, 2))
+    assert 2 * pair.token_code_bytes == alone.token_code_bytes == tokens * 128
+    assert (pair.weight_bytes, pair.token_scale_bytes) == (alone.weight_bytes, alone.token_scale_bytes)
+    assert pair.stages > alone.stages
+    assert pair.mma_rows == 2 * alone.mma_rows == 256
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inter", "row_tiles", "empty"),
+    [
+        (7168, 3072, (48, 56), False),
+        (4096, 1536, (24, 32), False),
+        (2880, 2880, (46, 24), True),
+        (96, 32, (2, 2), True),
+    ],
+)
+def test_pair_row_tiles_come_in_twos_and_an_odd_last_one_has_an_empty_partner(
+    hidden: int, inter: int, row_tiles: tuple[int, int], empty: bool
+) -> None:
+    layer = dataclasses.replace(LAYER, hidden_size=hidden, intermediate_size=inter)
+    pair, alone = KernelConfig(layer, TILES["b256x2"]), KernelConfig(layer, TILES["b256"])
+    assert (pair.fc1_row_tiles, pair.fc2_row_tiles) == row_tiles
+    assert pair.has_empty_tiles is empty and not alone.has_empty_tiles
+    assert (pair.fc1_filled_tiles, pair.fc2_filled_tiles) == (alone.fc1_row_tiles, alone.fc2_row_tiles)
 
 
 def test_scale_functions_agree_with_the_weight_layout() -> None:
@@ -135,9 +176,16 @@ def test_pool_bound_any_counts_and_any_token_block_fit(counts: list[int]) -> Non
 def test_choose_tile_more_tokens_never_choose_narrower_blocks(preset: str) -> None:
     shape = PRESETS[preset]
     layer = LayerSpec(shape.hidden_size, shape.intermediate_size, shape.num_experts // 8, shape.top_k, "nvfp4")
-    blocks = [choose_tile(layer, tokens).tokens for tokens in (0, 1, 8, 64, 256, 1024, 8192)]
+    chosen = [choose_tile(layer, tokens) for tokens in (0, 1, 8, 64, 256, 1024, 8192)]
+    blocks = [tile.tokens for tile in chosen]
     assert blocks == sorted(blocks) and blocks[0] == 32 and blocks[-1] == 256
-    KernelConfig(layer, choose_tile(layer, 1))  # legal
+    assert [tile.ctas for tile in chosen] == [2 if tokens == 256 else 1 for tokens in blocks]
+    for tile in chosen:
+        KernelConfig(layer, tile)  # legal
+
+
+def test_choose_tile_one_cta_alone_is_no_pair() -> None:
+    assert choose_tile(LAYER, 8192, 1) == TILES["b256"] and choose_tile(LAYER, 8192, 2) == TILES["b256x2"]
 
 
 def test_key_every_fact_and_architecture_changes_it() -> None:
@@ -148,7 +196,8 @@ def test_key_every_fact_and_architecture_changes_it() -> None:
         keys.add(registry.kernel_key(KernelConfig(layer, TILES["b32"]), "sm_100a"))
     keys.add(registry.kernel_key(KernelConfig(LAYER, TILES["b64"]), "sm_100a"))
     keys.add(registry.kernel_key(KernelConfig(LAYER, TileConfig("b32", 32, 5)), "sm_100a"))
-    assert len(keys) == 8
+    keys |= {registry.kernel_key(KernelConfig(LAYER, TileConfig("b128", 128, ctas=n)), "sm_100a") for n in (1, 2)}
+    assert len(keys) == 10
     assert registry.source_digest("sm_100a") != registry.source_digest("sm_90a")
 
 
@@ -157,17 +206,26 @@ def test_argument_names_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-PTX = Path(__file__).parent.parent / "data" / "ptx" / "sm100_b32.ptx"
+DATA = Path(__file__).parent.parent / "data" / "ptx"
+PTX = DATA / "sm100_b32.ptx"
 FACTS = {"arch": "sm_100a", **KernelConfig(LayerSpec(800, 96, 3, 3, "nvfp4"), TileConfig("b32s5", 32, 5)).facts()}
 
 
-def test_lint_of_a_real_kernel_has_no_fault_and_every_rule_can_fail() -> None:
-    text = PTX.read_text()
-    assert lint_ptx(text, FACTS) == []
+@pytest.mark.parametrize("build", ["sm100_b32", "sm100_ranks2", "sm100_pair", "sm100_pair_ranks2"])
+def test_lint_of_a_real_kernel_has_no_fault_and_every_rule_can_fail(build: str) -> None:
+    text, facts = (DATA / f"{build}.ptx").read_text(), json.loads((DATA / f"{build}.json").read_text())
+    assert lint_ptx(text, facts) == []
     lines = text.splitlines()
-    for pattern in expected_counts(config_of(FACTS)):
-        first = next(i for i, line in enumerate(lines) if line.strip().startswith(pattern.replace("\\", "")))
-        assert lint_ptx("\n".join(lines[:first] + lines[first + 1 :]), FACTS), pattern
+    for pattern in expected_counts(config_of(facts)):
+        first = next(i for i, line in enumerate(lines) if re.match(pattern, line.strip()))
+        assert lint_ptx("\n".join(lines[:first] + lines[first + 1 :]), facts), pattern
+
+
+def test_lint_takes_no_single_kernel_for_a_pair_and_no_pair_for_a_single_one() -> None:
+    single, pair = ((DATA / f"sm100_{name}.ptx").read_text() for name in ("b64", "pair"))
+    single_facts, pair_facts = (json.loads((DATA / f"sm100_{name}.json").read_text()) for name in ("b64", "pair"))
+    assert any("must not appear" in fault for fault in lint_ptx(single, pair_facts))
+    assert any("must not appear" in fault for fault in lint_ptx(pair, single_facts))
 
 
 @pytest.mark.parametrize(
@@ -188,9 +246,13 @@ def test_lint_of_a_changed_kernel_finds_it(old: str, new: str) -> None:
 
 
 def test_check_sass_reports_spills_registers_and_missing_opcodes() -> None:
-    sound = ["UTCOMMA.4X"] * 4 + ["UTCCP.T.S.4"] * 8 + ["LDTM.x32"]
+    sound = ["UTCOMMA.4X"] * 4 + ["UTCCP.T.S.4"] * 8 + ["UTCBAR"] * 2 + ["LDTM.x32"]
     assert check_sass(sound, "REG:168 STACK:0 LOCAL:0", FACTS) == []
     assert check_sass(sound, "REG:176 STACK:0 LOCAL:0", FACTS)
     assert check_sass(sound, "REG:168 STACK:8 LOCAL:0", FACTS)
     assert check_sass([*sound, "STL [R1], R2"], "REG:168 STACK:0 LOCAL:0", FACTS)
     assert check_sass(sound[1:], "REG:168 STACK:0 LOCAL:0", FACTS)
+    pair = {**FACTS, "tile": {"name": "pair", "tokens": 64, "ctas": 2}}
+    assert check_sass(sound, "REG:168 STACK:0 LOCAL:0", pair)
+    both = ["UTCOMMA.2CTA.4X"] * 4 + ["UTCCP.T.S.2CTA.4"] * 8 + ["UTCBAR.2CTA.MULTICAST"] * 2 + ["LDTM.x32"]
+    assert check_sass(both, "REG:168 STACK:0 LOCAL:0", pair) == []

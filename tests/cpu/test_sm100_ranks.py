@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Blackwell kernel between virtual ranks, in the interpreter, memory order checked: equals the oracle bit for bit.
 
-tests/data/ptx holds three builds that cover the three wires, both score placements, rows of one and two pieces, tails
-of every dimension, two and three ranks. All memory that is no input starts as NaN; pulled rows and fc1 output are
-compared as well as y.
+tests/data/ptx holds four builds that cover the three wires, both score placements, rows of one and two pieces, tails
+of every dimension, two and three ranks, single CTAs and pairs. All memory that is no input starts as NaN; pulled rows
+and fc1 output are compared as well as y.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from vendored_kernels.common.sites import (
         ("sm100_ranks2", RoutingKind.MASKED_30, (0, 5), 2, 2),
         ("sm100_ranks2_wide", RoutingKind.DUPLICATES, (2, 1), 1, 1),
         ("sm100_ranks3", RoutingKind.RANDOM, (3, 0, 2), 1, 1),
+        ("sm100_pair_ranks2", RoutingKind.MASKED_30, (0, 5), 2, 2),
+        ("sm100_pair_ranks2", RoutingKind.DUPLICATES, (9, 4), 4, 1),
     ],
 )
 def test_ranks_outputs_equal_the_oracle_bit_for_bit(
@@ -63,8 +65,23 @@ def test_ranks_planted_fault_in_the_protocol_is_caught(case: RanksCase, kind: st
     case.require_caught(kind, needle, which)
 
 
+@pytest.mark.parametrize(
+    ("kind", "needle", "which"),
+    [
+        ("fence removed", "fence.acq_rel.sys", TAGS_FENCE),
+        ("acquire weakened", "ld.acquire.sys.global.b64", TAGS_WAIT),
+    ],
+)
+def test_ranks_of_pairs_planted_fault_at_payload_tags_is_caught(kind: str, needle: str, which: int) -> None:
+    RanksCase("sm100_pair_ranks2", RoutingKind.RANDOM, (3, 2)).require_caught(kind, needle, which)
+
+
 def test_ranks_gpu_scope_between_ranks_is_caught(case: RanksCase) -> None:
     case.require_system_scope()
+
+
+def test_ranks_of_pairs_gpu_scope_between_ranks_is_caught() -> None:
+    RanksCase("sm100_pair_ranks2", RoutingKind.RANDOM, (3, 2)).require_system_scope()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +92,6 @@ def test_ranks_gpu_scope_between_ranks_is_caught(case: RanksCase) -> None:
         (FAULT_PULL, {SITE_POOL, SITE_RETURNS}),
     ],
 )
-def test_rank_that_stops_before_a_step_ends_every_launch_with_a_record(
-    case: RanksCase, step: int, sites: set[int]
-) -> None:
-    case.require_stop(step, sites)
+@pytest.mark.parametrize("build", ["sm100_ranks2", "sm100_pair_ranks2"])
+def test_rank_that_stops_before_a_step_ends_every_launch_with_a_record(build: str, step: int, sites: set[int]) -> None:
+    RanksCase(build, RoutingKind.RANDOM, (3, 2)).require_stop(step, sites)

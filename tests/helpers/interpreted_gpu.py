@@ -114,7 +114,9 @@ class InterpretedGpu:
             facts, family = self.kernel.facts, family_of(self.kernel.facts["arch"])
             values = {**one.values, **family.maps(facts["layer"], facts["tile"], numbers, numbers["pool_rows"])}
             arguments.append([values[name] for name in facts["arguments"]])
-        run_launch(self.program, memory, arguments, grid=members[0]["grid"], seed=self.launches, check_order=True)
+        cluster = self.kernel.facts["tile"].get("ctas", 1)
+        grid = members[0]["grid"]
+        run_launch(self.program, memory, arguments, grid=grid, cluster_size=cluster, seed=self.launches)
         for one in laid:
             one.put_back()
         self.launches += 1

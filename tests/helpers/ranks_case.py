@@ -49,9 +49,9 @@ class RanksCase:
         ]
 
     def run(self, text: str | None = None, **extra: Any) -> RanksRun:
-        """All ranks, one CTA each unless `grid` says otherwise; of the kernel or another text of it."""
+        """All ranks, one CTA or one pair each unless `grid` says otherwise; of the kernel or another text of it."""
         cap = max(len(one.x) for one in self.inputs) + 1
-        options = {"grid": 1, **extra}
+        options = {"grid": self.kernel.facts["tile"].get("ctas", 1), **extra}
         kernel = self.kernel if text is None else KernelFile(text, self.kernel.facts)
         return run_ranks(kernel, self.tensors, self.inputs, max_tokens=cap, **options)
 

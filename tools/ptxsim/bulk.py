@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .errors import SimError, UnsupportedInstruction
+from .errors import BarrierError, SimError, UnsupportedInstruction
 from .machine import AsyncWork, Cta, Machine, Mask, TensorMap, Warp
 from .memory import CTA_SHIFT, GLOBAL_BASE, POISON
 from .operands import PARAM_SHIFT, PARAM_SPACE, address, lanes, value
-from .order import ASYNC_GLOBAL, ASYNC_SHARED, GENERIC, Events, event
+from .order import ASYNC_GLOBAL, ASYNC_SHARED, SHARED_ROWS, Events, event
 from .parse import Instruction
 
 Function = Callable[[Warp, Mask], Any]
@@ -101,6 +101,7 @@ def _box(machine: Machine, tensor: TensorMap, x: int, y: int) -> tuple[Any, Any,
 def _tensor_load(ins: Instruction, machine: Machine) -> Function:
     if not (ins.has("2d") and ins.has("mbarrier::complete_tx::bytes")) or ins.has("multicast::cluster"):
         raise UnsupportedInstruction(ins.text)
+    two = ins.has("cta_group::2")
     target, barrier = address(ins.operands[0], "u32", machine), address(ins.operands[2], "u32", machine)
     found = re.fullmatch(r"\[(\S+), \{(\S+), (\S+)\}\]", ins.operands[1])
     if found is None:
@@ -118,8 +119,10 @@ def _tensor_load(ins: Instruction, machine: Machine) -> Function:
         tensor = machine.arguments[w.cta.rank][at >> PARAM_SHIFT] if at >= 0 else 0
         if not isinstance(tensor, TensorMap):
             raise SimError("the descriptor of a tensor load is not a tensor map")
-        if to >> CTA_SHIFT not in (0, w.cta.cluster_rank):
+        if to >> CTA_SHIFT != w.cta.cluster_rank:
             raise SimError("tensor load into another CTA")
+        if w.cta.at(bar) not in (w.cta.pair() if two else [w.cta]):
+            raise SimError("a tensor load signals another CTA's barrier: only of its pair, and with cta_group::2")
         to &= (1 << CTA_SHIFT) - 1
         views = w.views.copy()
 
@@ -133,6 +136,8 @@ def _tensor_load(ins: Instruction, machine: Machine) -> Function:
             elif to % 128:
                 raise SimError("a box must start at a multiple of 128 bytes")
             mark = w.cta.mbarrier(bar, views=views).landing_event()
+            if w.cta.has_left:  # the barrier may be the other CTA's
+                raise BarrierError(f"a tensor load writes into {w.cta.name} after it has left")
             memory = machine.memory
             racy = inside & memory.racy[np.where(inside, index, 0)]
             stale = machine.order.unordered(memory.record, index[racy], views, ASYNC_GLOBAL)
@@ -182,7 +187,7 @@ def _wait_group(ins: Instruction, machine: Machine) -> Function:
             return "block"
         number = max(w.bulk_number - keep, 0)
         views = w.views
-        for row in (GENERIC, ASYNC_GLOBAL, ASYNC_SHARED):
+        for row in range(SHARED_ROWS):
             views[row, w.bulk_reads] = max(views[row, w.bulk_reads], number)
             if not read_only:
                 views[row, w.bulk_writes] = max(views[row, w.bulk_writes], number)

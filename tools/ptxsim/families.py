@@ -62,7 +62,7 @@ def _blackwell_maps(layer: Layer, tile: Layer, at: Values, rows: int) -> dict[st
         ("pool", "pool", 0, hidden),
         ("h", "h", 0, inter),
     ):
-        count, box = (experts * per_expert, 128) if per_expert else (rows, tokens)
+        count, box = (experts * per_expert, 128) if per_expert else (rows, tokens // tile.get("ctas", 1))
         blocks, height = (experts * -(-per_expert // 128), 1) if per_expert else (rows // 128, -(-tokens // 128))
         width = -(-columns // 64) * 512
         maps[f"map_{name}"] = TensorMap(at[codes], count, columns // 2, columns // 2, box, 128, 4, True)

@@ -34,11 +34,12 @@ KEPT: dict[str, KernelConfig] = {
 
 
 def _blackwell(
-    sizes: tuple[int, int, int, int], wire: str, tokens: int, stages: int, **options: Any
+    sizes: tuple[int, int, int, int], wire: str, tokens: int, stages: int, ctas: int = 1, **options: Any
 ) -> sm100.KernelConfig:
     """`sizes`: H, I, local experts, top-k."""
     layer = LayerSpec(*sizes, "nvfp4", wire, **options)
-    return sm100.KernelConfig(layer, sm100.TileConfig(f"b{tokens}s{stages}", tokens, stages))
+    name = f"b{tokens}{'x2' if ctas == 2 else ''}s{stages}"
+    return sm100.KernelConfig(layer, sm100.TileConfig(name, tokens, stages, ctas))
 
 
 KEPT_BLACKWELL: dict[str, sm100.KernelConfig] = {
@@ -48,6 +49,8 @@ KEPT_BLACKWELL: dict[str, sm100.KernelConfig] = {
     "sm100_b256": _blackwell((672, 64, 2, 2), "bf16", 256, 3, weigh_before_requant=True, swiglu_limit=3.0),
     "sm100_ranks2": _blackwell((352, 96, 2, 2), "fp8", 32, 5, ep_size=2),
     "sm100_ranks2_wide": _blackwell((2080, 32, 2, 2), "bf16", 128, 3, ep_size=2, swiglu_limit=6.5),
+    "sm100_pair": _blackwell((800, 160, 2, 2), "fp8", 64, 5, 2, swiglu_limit=6.5),
+    "sm100_pair_ranks2": _blackwell((352, 96, 2, 2), "fp4", 128, 3, 2, ep_size=2, weigh_before_requant=True),
     "sm100_ranks3": _blackwell((288, 96, 1, 2), "fp4", 64, 3, ep_size=3, weigh_before_requant=True),
 }
 """Name of the files -> Blackwell kernel; few pipeline stages, so that small problems fill them."""

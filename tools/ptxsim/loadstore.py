@@ -13,7 +13,7 @@ from .errors import PartialWarp, SimError, UnsupportedInstruction
 from .machine import LANES, Machine, Mask, Warp
 from .memory import CTA_SHIFT
 from .operands import PARAM_SHIFT, PARAM_SPACE, address, group, lanes, value
-from .order import GENERIC, Flag, Record
+from .order import ASYNC_GLOBAL, GENERIC, LOCAL, SHARED_ROWS, Flag, Record
 from .parse import Instruction
 
 Function = Callable[[Warp, Mask], Any]
@@ -36,6 +36,8 @@ class _Place:
             raise UnsupportedInstruction(ins.text)
         self.get = address(operand, "u32" if self.shared else "u64", machine)
         self.machine = machine
+        self.cluster = ins.has("shared::cluster")
+        self.view = LOCAL if self.shared else GENERIC
 
     def index(
         self, w: Warp, which: NDArray[np.int64], size: int
@@ -45,13 +47,18 @@ class _Place:
         if not self.shared:
             memory = self.machine.memory
             return memory.data, memory.record, memory.index(addresses, size)
-        if (addresses >> np.uint64(CTA_SHIFT) != w.cta.cluster_rank).any():
+        owner = w.cta
+        if self.cluster:
+            owner = w.cta.at(int(addresses[0]), w)
+        if (addresses >> np.uint64(CTA_SHIFT) != owner.cluster_rank).any():
             raise SimError("access to another CTA's shared memory by an ordinary load or store")
-        return w.cta.shared.data, w.cta.shared.record, w.cta.shared.index(addresses, size)
+        return owner.shared.data, owner.shared.record, owner.shared.index(addresses, size)
 
     def flag(self, w: Warp, lane: int) -> Flag:
         """Synchronisation state of the word that a lane addresses."""
         at = int(self.get(w)[lane])
+        if self.cluster:
+            raise UnsupportedInstruction("a strong access of another CTA's shared memory")
         if self.shared:
             return w.cta.shared_flags.setdefault(at, Flag())
         return self.machine.flag(at)
@@ -76,7 +83,7 @@ def compile_load(ins: Instruction, machine: Machine) -> Function:
         if not which.size:
             return None
         data, record, index = place.index(w, which, total)
-        machine.order.read(record, index, w.views, GENERIC, w.mark(strong is not None))
+        machine.order.read(record, index, w.views, place.view, w.mark(strong is not None))
         words = data[index].view(dtype)
         for i, target in enumerate(targets):
             out = np.zeros(LANES, np.uint64 if size == 8 else np.uint32)
@@ -151,13 +158,18 @@ def compile_store(ins: Instruction, machine: Machine) -> Function:
             words[:, i] = source(w)[which].astype(dtype)
         new = words.view(np.uint8).reshape(which.size, total)
         repeated = data[index] == new
+        if place.cluster:  # a moment of its own: what releases only this CTA's shared memory stops before it
+            w.tick()
+            w.remote_clock = w.clock
         mark = w.mark(strong is not None)
         if repeated.any():
-            repeated &= machine.order.unordered(record, index, w.views, GENERIC)
+            repeated &= machine.order.unordered(record, index, w.views, place.view)
             record.repeat(index[repeated], mark)
-        machine.order.write(record, index[~repeated], w.views, GENERIC, mark)
+        machine.order.write(record, index[~repeated], w.views, place.view, mark)
         data[index] = new
         machine.progress = True
+        if place.cluster:
+            w.tick()
         if strong is not None:
             for lane in which:
                 _release(w, place.flag(w, int(lane)), strong, scope, keep=False)
@@ -197,8 +209,8 @@ def compile_atomic(ins: Instruction, machine: Machine) -> Function:
         for lane in which.tolist():
             data, record, index = place.index(w, np.array([lane]), size)
             at = index[0]
-            machine.order.read(record, at, w.views, GENERIC, w.mark(True))
-            machine.order.write(record, at, w.views, GENERIC, w.mark(True))
+            machine.order.read(record, at, w.views, place.view, w.mark(True))
+            machine.order.write(record, at, w.views, place.view, w.mark(True))
             seen = int.from_bytes(data[at].tobytes(), "little")
             if name == "cas":
                 new = int(given[1][lane]) if seen == int(given[0][lane]) & limit else seen
@@ -235,7 +247,7 @@ def compile_stmatrix(ins: Instruction, machine: Machine) -> Function:
             if transposed:
                 matrix = np.ascontiguousarray(matrix.T)
             index = w.cta.shared.index(at(w)[8 * i : 8 * i + 8], 16)
-            machine.order.write(w.cta.shared.record, index, w.views, GENERIC, w.mark())
+            machine.order.write(w.cta.shared.record, index, w.views, LOCAL, w.mark())
             w.cta.shared.data[index] = matrix.view(np.uint8).reshape(8, 16)
         machine.progress = True
 
@@ -249,5 +261,15 @@ def fence_acq_rel(w: Warp, scope: str) -> None:
         for views in flag.acquire(narrow, *w.place()):
             w.learn(views)
     w.relaxed_seen.clear()
-    w.fence_release = (scope, w.views[:3].copy())
+    w.fence_release = (scope, w.views[:SHARED_ROWS].copy())
+    w.tick()
+
+
+def fence_release_own_shared(w: Warp) -> None:
+    """fence.release.sync_restrict::shared::cta.cluster: later relaxed arrivals release what was done to own memory."""
+    views = w.views[:SHARED_ROWS].copy()
+    views[[GENERIC, ASYNC_GLOBAL]] = 0
+    if w.remote_clock:
+        views[:, w.component] = np.minimum(views[:, w.component], w.remote_clock - 1)
+    w.fence_release = ("cluster", views)
     w.tick()

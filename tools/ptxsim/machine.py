@@ -15,7 +15,19 @@ from numpy.typing import NDArray
 
 from .errors import BarrierError, SimError
 from .memory import CTA_SHIFT, GlobalMemory, SharedMemory, TensorMemory
-from .order import ASYNC_GLOBAL, ASYNC_SHARED, GENERIC, SHARED_ROWS, Components, Events, Flag, Order, event
+from .order import (
+    ASYNC_GLOBAL,
+    ASYNC_SHARED,
+    GENERIC,
+    LOCAL,
+    ORDINARY,
+    SHARED_ROWS,
+    Components,
+    Events,
+    Flag,
+    Order,
+    event,
+)
 from .parse import Program
 
 LANES = 32
@@ -47,19 +59,27 @@ class TensorMap:
 
 
 class Mbarrier:
-    """An mbarrier: phase, pending arrivals, pending bytes, and what its completed phases make visible."""
+    """An mbarrier: phase, pending arrivals, pending bytes, and what its completed phases make visible.
+
+    What threads of its own CTA and asynchronous work bring is apart from what threads of other CTAs release: only a
+    wait that acquires at cluster scope brings the latter.
+    """
 
     def __init__(self, name: str, count: int, owner: Warp, component: int, vector: Events) -> None:
         self.name, self.count, self.owner, self.component = name, count, owner, component
         self.pending, self.bytes, self.phase = count, 0, 0
         self.fence: tuple[int, int] | None = None
         self.gathered, self.done = vector, vector.copy()
+        self.far: Events | None = None
+        self.far_done: Events | None = None
         self.set_up = (owner.component, owner.clock)
 
-    def arrive(self, arrivals: int, expected_bytes: int, views: Events | None) -> bool:
-        """Count arrivals and announced bytes; True if that ended a phase."""
+    def arrive(self, arrivals: int, expected_bytes: int, views: Events | None, far: Events | None = None) -> bool:
+        """Count arrivals and announced bytes; True if that ended a phase. `far`: released by another CTA's thread."""
         if views is not None:
             np.maximum(self.gathered[:SHARED_ROWS], views[:SHARED_ROWS], out=self.gathered[:SHARED_ROWS])
+        if far is not None:
+            self.far = far.copy() if self.far is None else np.maximum(self.far, far)
         self.bytes += expected_bytes
         self.pending -= arrivals
         return self._complete()
@@ -82,6 +102,7 @@ class Mbarrier:
         self.pending = self.count
         self.gathered[:SHARED_ROWS, self.component] = self.phase
         self.done = self.gathered.copy()
+        self.far_done = self.far
         return True
 
 
@@ -117,11 +138,14 @@ class Warp:
         self.bulk_reads = components.new(f"bulk store (reads) of {name}")
         self.bulk_writes = components.new(f"bulk store of {name}")
         self.mma_reads = components.new(f"wgmma of {name}")
-        self.tmem_loads = components.new(f"tcgen05.ld of {name}")
+        self.tmem_loads = components.new(f"tcgen05.ld of {name}", tensor=True)
         self.waiting: Any = None
         self.waits_for = ""
         self.still_blocked: Callable[[], bool] | None = None
         self.cluster_generation = -1
+        self.cluster_met = False
+        self.cluster_arrived = False
+        self.remote_clock = 0
         self.bulk_open: list[Any] = []
         self.bulk_groups: list[list[Any]] = []
         self.bulk_number = 0
@@ -132,12 +156,12 @@ class Warp:
         self.fence_release: tuple[str, Events] | None = None
         self.relaxed_seen: dict[int, tuple[str, Flag]] = {}
         self.views[:SHARED_ROWS, self.component] = 0
-        self.views[GENERIC, self.component] = 1
+        self.views[[GENERIC, LOCAL], self.component] = 1
 
     def tick(self) -> None:
         """After a release: later accesses are not part of it."""
         self.clock += 1
-        self.views[GENERIC, self.component] = self.clock
+        self.views[[GENERIC, LOCAL], self.component] = self.clock
 
     def mark(self, strong: bool = False) -> int:
         """The event of an access by this warp now."""
@@ -150,7 +174,7 @@ class Warp:
     def proxy_fence(self, rows: Sequence[int] = (ASYNC_GLOBAL, ASYNC_SHARED)) -> None:
         """fence.proxy.async: what ordinary accesses know, asynchronous ones know from here on."""
         for row in rows:
-            np.maximum(self.views[row], self.views[GENERIC], out=self.views[row])
+            np.maximum(self.views[row], self.views[ORDINARY[row]], out=self.views[row])
         self.tick()
 
     def put(self, register: str, value: NDArray[Any], mask: Mask) -> None:
@@ -180,8 +204,8 @@ class Cta:
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.shared_flags: dict[int, Flag] = {}
-        self.tensor_core = machine.components.new(f"tensor core of {self.name}", asynchronous=True)
-        self.scale_copies = machine.components.new(f"scale copies of {self.name}", asynchronous=True)
+        self.tensor_core = machine.components.new(f"tensor core of {self.name}", asynchronous=True, tensor=True)
+        self.scale_copies = machine.components.new(f"scale copies of {self.name}", asynchronous=True, tensor=True)
         self.tensor_number = 0
         self.copy_number = 0
         vector = machine.components.vector
@@ -192,27 +216,52 @@ class Cta:
         first = self.cluster * self.machine.cluster_size
         return self.machine.by_rank[self.rank][first : first + self.machine.cluster_size]
 
+    def pair(self) -> list[Cta]:
+        """The CTAs that a tcgen05 instruction of cta_group::2 works on."""
+        return self.peers()[self.cluster_rank & ~1 : (self.cluster_rank | 1) + 1]
+
+    @property
+    def has_left(self) -> bool:
+        """Whether nobody keeps its memories alive."""
+        return not any(warp.running for warp in self.warps)
+
+    def at(self, address: int, user: Warp | None = None) -> Cta:
+        """The CTA whose shared memory a shared::cluster address lies in.
+
+        Raises:
+            SimError: outside the cluster, or a thread's access to a CTA that need not have started, or has left.
+        """
+        if address >> CTA_SHIFT >= self.machine.cluster_size:
+            raise SimError(f"shared::cluster address {address:#x} lies outside the cluster")
+        owner = self.peers()[address >> CTA_SHIFT]
+        if user is not None and owner is not self:
+            if not user.cluster_met:
+                raise SimError(f"access to {owner.name} before a cluster barrier has shown that it runs")
+            if owner.has_left:
+                raise SimError(f"access to {owner.name} after it has left")
+        return owner
+
     def mbarrier(self, address: int, *, user: Warp | None = None, views: Events | None = None) -> Mbarrier:
         """The barrier at a shared::cluster address, used by a thread, or by asynchronous work issued with `views`.
 
         Raises:
             BarrierError: not initialised, or its initialisation is not visible to the user.
         """
-        owner = self.peers()[address >> CTA_SHIFT] if address >> CTA_SHIFT else self
+        owner = self.at(address, user)
         offset = address & ((1 << CTA_SHIFT) - 1)
         found = owner.mbarriers.get(offset)
         if found is None:
             raise BarrierError(f"no mbarrier was initialised at {offset:#x} of {owner.name}")
-        if user is None and not any(warp.running for warp in owner.warps):
+        if user is None and owner.has_left:
             raise BarrierError(f"{found.name}: asynchronous work arrives after its CTA has left")
         if not self.machine.order.enabled:
             return found
         if user is None:
-            if found.fence is None or (views is not None and views[GENERIC][found.fence[0]] < found.fence[1]):
+            if found.fence is None or (views is not None and views[LOCAL][found.fence[0]] < found.fence[1]):
                 raise BarrierError(f"{found.name}: asynchronous use before fence.mbarrier_init is visible there")
         elif user is not found.owner:
             component, clock = found.set_up
-            if user.views[GENERIC][component] < clock:
+            if user.views[LOCAL][component] < clock:
                 raise BarrierError(f"{found.name}: used by {user.name} before its initialisation is visible there")
         return found
 
@@ -260,6 +309,7 @@ class Machine:
         self.clock_ns = 0
         self.progress = False
         self.counts: dict[str, int] = {}
+        self.tensor_group = ""
         self.by_rank = [
             [Cta(self, rank, i, i % cluster_size, program.threads // LANES) for i in range(grid)]
             for rank in range(len(arguments))

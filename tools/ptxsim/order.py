@@ -4,7 +4,8 @@
 Components: one clock per warp, per mbarrier (bytes landed in its phases), per warp's bulk-store groups, wgmma groups
 and TMEM loads, per CTA's tensor core. Every warp holds one vector per VIEW of memory:
 
-- GENERIC: what ordinary accesses of this warp are ordered after;
+- GENERIC, LOCAL: what ordinary accesses of global memory, and of shared memory, by this warp are ordered after; they
+  differ only behind a fence that is restricted to shared memory;
 - ASYNC_GLOBAL, ASYNC_SHARED: what its asynchronous copies and tensor-core reads are ordered after. Generic writes enter
   here only through fence.proxy.async, by the writer or by the reader, somewhere on the way;
 - TENSOR: what its tcgen05 instructions are ordered after on TMEM; filled by tcgen05.fence::after_thread_sync.
@@ -26,8 +27,10 @@ from .errors import OrderError
 
 Events = NDArray[np.int64]
 
-GENERIC, ASYNC_GLOBAL, ASYNC_SHARED, TENSOR = range(4)
-SHARED_ROWS = 3
+GENERIC, ASYNC_GLOBAL, LOCAL, ASYNC_SHARED, TENSOR = range(5)
+ORDINARY = {GENERIC: GENERIC, LOCAL: LOCAL, ASYNC_GLOBAL: GENERIC, ASYNC_SHARED: LOCAL, TENSOR: TENSOR}
+"""View -> that of ordinary accesses of the same memory."""
+SHARED_ROWS = 4
 """The views that synchronisation passes on; TENSOR is filled by a fence only."""
 
 _AGENT_SHIFT = 40
@@ -46,18 +49,20 @@ class Components:
         self.capacity = capacity
         self.names: list[str] = ["nobody"]
         self.asynchronous = np.zeros(capacity, bool)
+        self.tensor = np.zeros(capacity, bool)
 
-    def new(self, name: str, *, asynchronous: bool = False) -> int:
-        """A fresh component; `asynchronous` marks the clocks of copies and tensor cores."""
+    def new(self, name: str, *, asynchronous: bool = False, tensor: bool = False) -> int:
+        """A fresh component; `asynchronous` marks the clocks of copies and tensor cores, `tensor` those of tcgen05."""
         if len(self.names) == self.capacity:
             raise OrderError("too many clocks: raise the capacity")
         self.asynchronous[len(self.names)] = asynchronous
+        self.tensor[len(self.names)] = tensor
         self.names.append(name)
         return len(self.names) - 1
 
     def vector(self) -> Events:
         """The empty views."""
-        return np.zeros((4, self.capacity), np.int64)
+        return np.zeros((5, self.capacity), np.int64)
 
 
 class Record:
@@ -106,7 +111,7 @@ class Order:
         """A write, ordered after earlier writes in `view` and after earlier reads in any view."""
         if self.enabled:
             self._check(record, index, record.writes[index], views, view, mark, "write", "write")
-            known = TENSOR if view == TENSOR else GENERIC
+            known = ORDINARY[view]
             self._check(record, index, record.reads[index], views, known, mark, "write", "read")
             self._check(record, index, record.other_reads[index], views, known, mark, "write", "read")
             record.writes[index] = mark
@@ -141,7 +146,7 @@ class Order:
         first = tuple(faulty[0])
         agent = int(agents[first])
         byte = int(places[first])
-        fence_missing = view != GENERIC and view != TENSOR and bool(views[GENERIC][agent] >= int(clocks[first]))
+        fence_missing = view != ORDINARY[view] and bool(views[ORDINARY[view]][agent] >= int(clocks[first]))
         if fence_missing:
             what = "no fence.proxy.async lies between"
         elif view == TENSOR and views[GENERIC][agent] >= int(clocks[first]):

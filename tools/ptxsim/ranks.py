@@ -197,6 +197,7 @@ def run_ranks(
             memory,
             arguments,
             grid=grid,
+            cluster_size=kernel.facts["tile"].get("ctas", 1),
             seed=seed + number,
             check_order=check_order,
             max_rounds=max_rounds,

@@ -19,6 +19,7 @@ from .loadstore import compile_atomic, compile_load, compile_stmatrix, compile_s
 from .machine import LANES, Machine, TensorMap, Warp
 from .memory import GlobalMemory
 from .operands import value
+from .order import GENERIC
 from .parse import Instruction, Program
 from .sync import compile_sync
 from .tensor import compile_tensor
@@ -261,7 +262,7 @@ class Launch:
         while machine.async_work or any(machine.tensor_queues.values()):
             self._async_round()
         for w in machine.warps:
-            known = int(w.views[0, w.bulk_writes])
+            known = int(w.views[GENERIC, w.bulk_writes])
             if w.bulk_open or known < w.bulk_number:
                 raise SimError(f"{w.name} has left without waiting for its bulk stores")
         for cta in machine.ctas:

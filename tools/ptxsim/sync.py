@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from .errors import BarrierError, PartialWarp, SimError, UnsupportedInstruction
-from .loadstore import fence_acq_rel
+from .loadstore import fence_acq_rel, fence_release_own_shared
 from .machine import LANES, Machine, Mask, Mbarrier, NamedBarrier, Warp
 from .memory import CTA_SHIFT
 from .operands import address, lanes, value
-from .order import ASYNC_GLOBAL, ASYNC_SHARED, GENERIC, SHARED_ROWS, TENSOR
+from .order import ASYNC_GLOBAL, ASYNC_SHARED, GENERIC, SHARED_ROWS, TENSOR, Events
 from .parse import Instruction
 
 Function = Callable[[Warp, Mask], Any]
@@ -94,12 +94,16 @@ def _cluster_barrier(ins: Instruction, machine: Machine) -> Function:
     def state(w: Warp) -> NamedBarrier:
         return machine.cluster_state.setdefault((w.cta.rank, w.cta.cluster), NamedBarrier())
 
+    if ins.has("relaxed"):
+        raise UnsupportedInstruction(ins.text)
+
     def arrive(w: Warp, m: Mask) -> None:
         whole(w, m, "cluster barrier")
         barrier = state(w)
-        if id(w) in barrier.arrived:
+        if w.cluster_arrived:
             raise BarrierError("a warp arrives twice at the cluster barrier")
         w.waiting = None
+        w.cluster_arrived = True
         w.cluster_generation = barrier.generation
         _join(barrier, w)
         if len(barrier.arrived) == machine.cluster_size * machine.program.threads // LANES:
@@ -108,11 +112,14 @@ def _cluster_barrier(ins: Instruction, machine: Machine) -> Function:
 
     def wait(w: Warp, m: Mask) -> str | None:
         barrier = state(w)
+        if not w.cluster_arrived:
+            raise BarrierError("a wait at the cluster barrier without an arrival")
         w.waits_for = "cluster barrier"
         if barrier.generation == w.cluster_generation:
             return BLOCK
         assert barrier.done is not None
         w.learn(barrier.done)
+        w.cluster_met, w.cluster_arrived = True, False
         return None
 
     return arrive if ins.parts[2] == "arrive" else wait
@@ -140,13 +147,16 @@ def _mbarrier(ins: Instruction, machine: Machine) -> Function:
         raise UnsupportedInstruction(ins.text)
     if action in ("try_wait", "test_wait") and ins.has("parity"):
         at, parity = address(ins.operands[1], "u32", machine), value(ins.operands[2], "b32", machine)
+        tensor_only, scope = ins.has("relaxed"), _scope(ins)
 
         def wait(w: Warp, m: Mask) -> str | None:
             which = lanes(m)
             addresses, parities = at(w)[which], parity(w)[which] & 1
             if (addresses != addresses[0]).any() or (parities != parities[0]).any():
                 raise SimError("lanes of a warp wait for different barriers or phases")
-            barrier = w.cta.mbarrier(int(addresses[0]) & ((1 << CTA_SHIFT) - 1), user=w)
+            if int(addresses[0]) >> CTA_SHIFT != w.cta.cluster_rank:
+                raise SimError("wait for another CTA's barrier")
+            barrier = w.cta.mbarrier(int(addresses[0]), user=w)
             wanted = int(parities[0])
             if (barrier.phase & 1) == wanted:
                 if action == "test_wait":  # asks, and goes on
@@ -157,7 +167,9 @@ def _mbarrier(ins: Instruction, machine: Machine) -> Function:
                     f"{barrier.name}, phase {barrier.phase}: {barrier.pending} arrivals, {barrier.bytes} bytes"
                 )
                 return BLOCK
-            w.learn(barrier.done)
+            w.learn(np.where(machine.components.tensor, barrier.done, 0) if tensor_only else barrier.done)
+            if scope == "cluster" and not tensor_only and barrier.far_done is not None:
+                w.learn(barrier.far_done)
             w.put(ins.operands[0], np.ones(LANES, bool), m)
             return None
 
@@ -167,8 +179,32 @@ def _mbarrier(ins: Instruction, machine: Machine) -> Function:
     raise UnsupportedInstruction(ins.text)
 
 
+def _scope(ins: Instruction) -> str:
+    """Of an mbarrier instruction: the CTA unless it says otherwise."""
+    return "cluster" if ins.has("cluster") else "cta"
+
+
+def _brought(w: Warp, machine: Machine, relaxed: bool, scope: str, *, far: bool) -> tuple[Events | None, Events | None]:
+    """What an arrival by a thread brings: to waits of any scope, and from another CTA to acquires of the cluster only.
+
+    Execution order of tcgen05 goes along without a release, if the scope reaches the waiter.
+    """
+    released: Events | None = w.views
+    if relaxed:
+        fence_scope, released = w.fence_release if w.fence_release is not None else ("", None)
+        if far and fence_scope == "cta":
+            released = None
+    if far and scope == "cta":
+        return None, None
+    tensor = np.where(machine.components.tensor, w.views, 0)
+    if far:
+        return tensor, None if released is None else released[:SHARED_ROWS]
+    return tensor if released is None else np.maximum(tensor[:SHARED_ROWS], released[:SHARED_ROWS]), None
+
+
 def _mbarrier_arrive(ins: Instruction, machine: Machine) -> Function:
     expect = ins.has("expect_tx")
+    relaxed, scope = ins.has("relaxed"), _scope(ins)
     arrive = ins.parts[1] == "arrive"
     remote = ins.has("shared::cluster")
     operands = ins.operands if ins.operands[0].startswith("[") else ins.operands[1:]
@@ -178,11 +214,13 @@ def _mbarrier_arrive(ins: Instruction, machine: Machine) -> Function:
     def run(w: Warp, m: Mask) -> None:
         for lane in lanes(m).tolist():
             target = int(at(w)[lane])
-            if not remote and target >> CTA_SHIFT not in (0, w.cta.cluster_rank):
+            far = target >> CTA_SHIFT != w.cta.cluster_rank
+            if far and not remote:
                 raise SimError("arrival on another CTA's barrier without shared::cluster")
             n = 1 if number is None else int(number(w)[lane])
             barrier = w.cta.mbarrier(target, user=w)
-            barrier.arrive((1 if expect else n) if arrive else 0, n if expect else 0, w.views)
+            brought = _brought(w, machine, relaxed, scope, far=far)
+            barrier.arrive((1 if expect else n) if arrive else 0, n if expect else 0, *brought)
         w.tick()
         machine.progress = True
 
@@ -215,6 +253,8 @@ def _fence(ins: Instruction, machine: Machine) -> Function:
             w.proxy_fence(rows)
 
         return proxy
+    if name == "fence.release.sync_restrict::shared::cta.cluster":
+        return lambda w, m: fence_release_own_shared(w)
     if ins.has("acq_rel") or ins.has("sc"):
         scope = ins.parts[-1]
         return lambda w, m: fence_acq_rel(w, scope)

@@ -19,7 +19,7 @@ from .errors import SimError, UnsupportedInstruction
 from .machine import LANES, Cta, Machine, Mask, Warp
 from .memory import CTA_SHIFT, TMEM_COLUMNS
 from .operands import address, group, lanes, value
-from .order import ASYNC_SHARED, GENERIC, SHARED_ROWS, TENSOR, Events, event
+from .order import ASYNC_SHARED, LOCAL, SHARED_ROWS, TENSOR, Events, event
 from .parse import Instruction
 from .sync import tensor_fence, whole
 from .values import E4M3_VALUES, FP4_VALUES
@@ -111,6 +111,8 @@ def _issue(w: Warp, m: Mask, machine: Machine, what: str, *, copy: bool = False)
     if which.size != 1:
         raise SimError(f"{what} by {which.size} lanes: elect one")
     cta = w.cta
+    if machine.tensor_group == "cta_group::2" and cta.cluster_rank % 2:
+        raise UnsupportedInstruction(f"{what} of cta_group::2 by the odd CTA of a pair")
     views = w.views.copy()
     w.tick()
     if copy:
@@ -170,7 +172,8 @@ def _scale_copy(ins: Instruction, machine: Machine) -> Function:
         mark = event(w.cta.scale_copies, number)
 
         def copy() -> None:
-            for cta in w.cta.peers() if two else [w.cta]:
+            for cta in w.cta.pair() if two else [w.cta]:
+                _stay(cta)
                 cta.tmem.check(target, 4)
                 machine.order.read(cta.shared.record, index, views, ASYNC_SHARED, mark)
                 machine.order.write(cta.tmem.record, _quarters(target, 4), views, TENSOR, mark)
@@ -207,11 +210,13 @@ def _mma(ins: Instruction, machine: Machine) -> Function:
         lane, number, views = _issue(w, m, machine, "tcgen05.mma")
         column, a_scales, b_scales = (int(get(w)[lane]) for get in (d, sfa, sfb))
         a_desc, b_desc, keep = int(a(w)[lane]), int(b(w)[lane]), bool(accumulate(w)[lane])
-        group_ctas = w.cta.peers() if two else [w.cta]
+        group_ctas = w.cta.pair() if two else [w.cta]
         shape = _Idesc(int(idesc(w)[lane]), len(group_ctas))
         mark = event(w.cta.tensor_core, number)
 
         def multiply() -> None:
+            for cta in group_ctas:
+                _stay(cta)
             n = shape.n
             share = n // len(group_ctas)
             tokens = np.concatenate([_operand(machine, c, b_desc, share, views, mark) for c in group_ctas])
@@ -230,6 +235,12 @@ def _mma(ins: Instruction, machine: Machine) -> Function:
         machine.count("mma")
 
     return run
+
+
+def _stay(cta: Cta) -> None:
+    """Raise if nobody keeps the memories alive that tensor work uses now."""
+    if cta.has_left:
+        raise SimError(f"tensor work on {cta.name} after it has left")
 
 
 def _operand(machine: Machine, cta: Cta, descriptor: int, rows: int, views: Events, mark: int) -> Any:
@@ -291,7 +302,7 @@ def _allocate(ins: Instruction, machine: Machine) -> Function:
             raise SimError(f"tcgen05.alloc of {n} columns: once, before relinquishing, a power of two from 32")
         tmem.ever, tmem.columns = True, n
         index = w.cta.shared.index(at(w)[:1], 4)
-        machine.order.write(w.cta.shared.record, index, w.views, GENERIC, w.mark())
+        machine.order.write(w.cta.shared.record, index, w.views, LOCAL, w.mark())
         w.cta.shared.data[index] = 0
 
     return run
@@ -313,6 +324,10 @@ def _deallocate(ins: Instruction, machine: Machine) -> Function:
     return run
 
 
+_GROUPED = ("alloc", "relinquish_alloc_permit", "dealloc", "cp", "mma", "commit")
+"""tcgen05 instructions that say whether they work on one CTA or on two."""
+
+
 def compile_tensor(ins: Instruction, machine: Machine) -> Function | None:
     """A function of (warp, mask), or None if this is no tensor-core instruction."""
     if ins.parts[0] == "wgmma":
@@ -320,6 +335,13 @@ def compile_tensor(ins: Instruction, machine: Machine) -> Function | None:
     if ins.parts[0] != "tcgen05":
         return None
     name = ins.parts[1]
+    group_of = next((part for part in ins.parts if part.startswith("cta_group::")), "")
+    if name in _GROUPED:
+        machine.tensor_group = machine.tensor_group or group_of
+        if not group_of or group_of != machine.tensor_group:
+            raise SimError(f"one kernel has one cta_group, here {machine.tensor_group!r} and {group_of!r}")
+        if group_of == "cta_group::2" and machine.cluster_size % 2:
+            raise SimError("cta_group::2 without pairs of CTAs")
     if name == "wait::ld":
         return _tmem_wait
     if name.startswith("fence::"):

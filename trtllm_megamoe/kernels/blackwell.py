@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of one layer on Blackwell: a token block per bucket, tactics, objects compiled into the cache.
+"""Kernels of one layer on Blackwell: a token block and single CTAs or pairs per bucket, tactics, objects in the cache.
 
 Used by the `compile` command, the CUDA engine (through `family`) and by checks. THESE KERNELS HAVE NEVER RUN ON
 HARDWARE; whoever launches them is told so.
@@ -72,7 +72,7 @@ def tactic_of(tile: TileConfig, lag: int = FC1_LAG) -> Tactic:
     """A tile configuration and a lag as a tactic; what this kernel does not choose has its one value."""
     return Tactic(
         token_widths=(tile.tokens,),
-        tile_rows=TILE_ROWS,
+        tile_rows=TILE_ROWS * tile.ctas,
         math_warpgroups=1,
         math_registers=MAX_REGISTERS,
         producer_registers=MAX_REGISTERS,
@@ -83,22 +83,30 @@ def tactic_of(tile: TileConfig, lag: int = FC1_LAG) -> Tactic:
 
 def tile_of(tactic: Tactic) -> TileConfig:
     """The tile configuration of a tactic: the named one with these numbers, else a new one named after them."""
-    tokens, stages = tactic.token_widths[-1], tactic.max_stages
+    tokens, stages, ctas = tactic.token_widths[-1], tactic.max_stages, tactic.tile_rows // TILE_ROWS
     for known in TILES.values():
-        if (known.tokens, known.max_stages) == (tokens, stages):
+        if (known.tokens, known.max_stages, known.ctas) == (tokens, stages, ctas):
             return known
-    return TileConfig(f"t{tokens}x{stages}", tokens, stages)
+    return TileConfig(f"t{TILE_ROWS * ctas}x{tokens}x{stages}", tokens, stages, ctas)
+
+
+def grid_of(tile: TileConfig, num_ctas: int) -> int:
+    """CTAs of a launch of this tile, of the `num_ctas` that may run: whole pairs of them."""
+    ctas: int = tile.ctas
+    return num_ctas // ctas * ctas
 
 
 def tactic_space(spec: LayerSpec, num_sms: int) -> TacticSpace:
-    """The tactics of one layer; legality is the kernel's own check. `num_sms` changes nothing here."""
+    """The tactics of one layer on `num_sms` multiprocessors; legality is the kernel's own check, and a CTA for each."""
 
     def why_illegal(tactic: Tactic, bucket: int) -> str | None:
         if len(tactic.token_widths) != 1:
             return f"token_widths {tactic.token_widths} must be one width"
         tile = tile_of(tactic)
         if tactic_of(tile, tactic.fc1_lag) != tactic:
-            return f"tile_rows, warpgroups and registers are fixed: {tactic_of(tile, tactic.fc1_lag)}"
+            return f"warpgroups, registers and rows of a CTA are fixed: {tactic_of(tile, tactic.fc1_lag)}"
+        if tile.ctas > num_sms:
+            return f"tile_rows {tactic.tile_rows} need {tile.ctas} multiprocessors, there is {num_sms}"
         try:
             KernelConfig(spec, tile)
         except KernelConfigError as err:
@@ -106,11 +114,11 @@ def tactic_space(spec: LayerSpec, num_sms: int) -> TacticSpace:
         return None if tactic.fc1_lag >= 1 else f"fc1_lag {tactic.fc1_lag} must be at least 1 tile per multiprocessor"
 
     def heuristic(bucket: int) -> Tactic:
-        return tactic_of(choose_tile(spec, bucket))
+        return tactic_of(choose_tile(spec, bucket, num_sms))
 
     def candidates(bucket: int) -> list[Tactic]:
         tiles = [tactic_of(tile) for tile in TILES.values()]
-        return tiles + [tactic_of(choose_tile(spec, bucket), lag) for lag in LAGS]
+        return tiles + [tactic_of(choose_tile(spec, bucket, num_sms), lag) for lag in LAGS]
 
     return TacticSpace(KERNEL, why_illegal, heuristic, candidates)
 

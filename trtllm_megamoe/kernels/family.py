@@ -46,6 +46,7 @@ class Family:
         layer_spec: (config, ep_size, mode) -> compiled-in facts of a layer; refuses what the kernels do not support.
         tactic_space: (spec, multiprocessors) -> the layer's tactics.
         tile_of: tactic -> tile configuration.
+        grid_of: (tile, CTAs that may run) -> CTAs of a launch.
         kernel: (spec, tile) -> one compiled kernel's facts.
         object_key: kernel -> identity of its object in the store.
     """
@@ -63,6 +64,7 @@ class Family:
     layer_spec: Callable[[MegaMoeConfig, int, ActivationMode], Any]
     tactic_space: Callable[[Any, int], TacticSpace]
     tile_of: Callable[[Tactic], Any]
+    grid_of: Callable[[Any, int], int]
     kernel: Callable[..., registry.KernelConfig]
     object_key: Callable[[Any], ObjectKey]
 
@@ -108,7 +110,8 @@ class Family:
             if resolved in prepared:
                 continue
             kernel = self.kernel(spec, tiles[bucket], **options)
-            numbers = {"grid": num_ctas, "ctas_per_rank": num_ctas, "lag": resolved.tactic.fc1_lag * num_ctas}
+            grid = self.grid_of(tiles[bucket], num_ctas)
+            numbers = {"grid": grid, "ctas_per_rank": grid, "lag": resolved.tactic.fc1_lag * grid}
             fixed = {**arguments, **{name: value for name, value in numbers.items() if name in self.arguments}}
             function = registry.load_kernel(kernel, self.arch, directories[kernel.tile.name])
             bound = launch.Launch(function, anchor, fixed, self.arguments)
@@ -132,6 +135,7 @@ HOPPER = Family(
     layer_spec=hopper.layer_spec,
     tactic_space=tactics.tactic_space,
     tile_of=tactics.tile_of,
+    grid_of=lambda _, num_ctas: num_ctas,
     kernel=hopper.KernelConfig,
     object_key=hopper.object_key,
 )
@@ -152,6 +156,7 @@ def _blackwell(arch: str) -> Family:
         layer_spec=blackwell.layer_spec,
         tactic_space=blackwell.tactic_space,
         tile_of=blackwell.tile_of,
+        grid_of=blackwell.grid_of,
         kernel=blackwell.KernelConfig,
         object_key=partial(blackwell.object_key, arch),
     )

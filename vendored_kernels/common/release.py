@@ -15,7 +15,7 @@ from .tiles import END, FC1, FC2, FC2_DONE
 INFO_BYTES = 32
 """A ring entry: {kind, expert, row tile, first pool row, valid rows, token block of the launch, width index (Hopper),
 given up}. The last word is T's: its wait for this tile's tokens failed, so nobody may be told that the tile is
-finished."""
+finished. Where two CTAs work on a tile, each has an entry, written by the same warps; they differ in the row tile."""
 
 MOST_UNANNOUNCED = 8
 """Finished fc2 tiles that other ranks are told of at once."""
@@ -25,6 +25,8 @@ MOST_UNANNOUNCED = 8
 def release_warp(
     cfg,
     ring_slots: cutlass.Constexpr,
+    wait: cutlass.Constexpr,
+    give_back: cutlass.Constexpr,
     ifull,
     iempty,
     done,
@@ -42,7 +44,7 @@ def release_warp(
 
     Announcing result rows to other ranks costs a fence of the whole system, so it is done when no further tile is
     finished, or for MOST_UNANNOUNCED tiles at once. Nothing is left at the end: the entry that ends the list is never a
-    finished tile.
+    finished tile. `wait(barrier, phase)` and `give_back(barrier)` are how an entry comes and goes.
     """
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(FC1)
@@ -57,7 +59,7 @@ def release_warp(
                     exchange.give_back(cfg, ex, table, control, returns_at, fault_step, rows, lane)
                     rows = Int32(0)
                     unannounced = Int32(0)
-        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
+        wait(ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
         kind = ptx.lds32(entry)
         expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
@@ -68,7 +70,7 @@ def release_warp(
             given_up = ptx.lds32(entry + 28)
         cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
         if lane == 0:
-            cute.arch.mbarrier_arrive(iempty + slot)
+            give_back(iempty + slot)
         if given_up == 0:
             if kind == FC1:
                 if lane == 0:

@@ -16,7 +16,7 @@ from ..launch import CALL, LAYOUT_NUMBERS, ROUTE_FACTS, WORKSPACE
 ARCHITECTURES = ("sm_100a", "sm_103a")
 
 TILE_ROWS = 128
-"""Weight rows of a tile: the M side of one CTA's MMA."""
+"""Weight rows of a CTA's tile: the M side of its MMA, or half of that of a pair's."""
 
 K_STAGE = 256
 """Reduction elements of a stage; the tail of K is zero-filled by TMA, codes and scales."""
@@ -59,6 +59,9 @@ TRANSPOSE_PITCH = 80
 TOKEN_BLOCKS = (32, 64, 128, 256)
 """Legal token blocks: 32 because a TMEM scale column holds 32 tokens, above them powers of two up to the MMA's N."""
 
+PAIR_TOKEN_BLOCKS = TOKEN_BLOCKS[1:]
+"""Those of CTA pairs: with fewer tokens there is next to nothing that a second CTA could save loading."""
+
 
 # ------------------------------------------------------------------------------------------------- index functions
 # Each takes Python ints in host code and tests, DSL integers in the kernel.
@@ -94,19 +97,24 @@ class TileConfig:
 
     Attributes:
         name: what users and caches call it.
-        tokens: token block, the N side of the MMA; one of `TOKEN_BLOCKS`.
+        tokens: token block, the N side of the MMA; one of `TOKEN_BLOCKS`, of a pair one of `PAIR_TOKEN_BLOCKS`.
         max_stages: upper bound of the pipeline's stages; shared memory decides below it.
+        ctas: 1, or 2 for pairs: two CTAs of a cluster share one MMA of twice the rows, and each loads half the tokens.
     """
 
     name: str
     tokens: int
     max_stages: int = 12
+    ctas: int = 1
 
     def check(self) -> None:
         """Raise :class:`KernelConfigError` with every broken rule."""
         faults = []
-        if self.tokens not in TOKEN_BLOCKS:
-            faults.append(f"tokens {self.tokens} must be one of {TOKEN_BLOCKS}")
+        blocks = PAIR_TOKEN_BLOCKS if self.ctas == 2 else TOKEN_BLOCKS
+        if self.ctas not in (1, 2):
+            faults.append(f"ctas {self.ctas} must be 1 or 2")
+        if self.tokens not in blocks:
+            faults.append(f"tokens {self.tokens} with {self.ctas} CTA(s) a tile must be one of {blocks}")
         if self.max_stages < MIN_STAGES:
             faults.append(f"max_stages {self.max_stages} must be at least {MIN_STAGES}")
         if faults:
@@ -190,14 +198,39 @@ class KernelConfig:
 
     # -------------------------------------------------------------------------------------------------------- tiles
     @property
-    def fc1_row_tiles(self) -> int:
-        """Row tiles of fc1 per expert: gate and up interleaved by 16 rows, 64 channels a tile."""
+    def pair(self) -> bool:
+        """Whether two CTAs of a cluster work on one tile."""
+        return self.tile.ctas == 2
+
+    @property
+    def mma_rows(self) -> int:
+        """Weight rows of an MMA: those of all its CTAs."""
+        return TILE_ROWS * self.tile.ctas
+
+    @property
+    def fc1_filled_tiles(self) -> int:
+        """Row tiles that hold rows of fc1, per expert: gate and up interleaved by 16 rows, 64 channels a tile."""
         return -(-2 * self.layer.intermediate_size // TILE_ROWS)
 
     @property
-    def fc2_row_tiles(self) -> int:
-        """Row tiles of fc2 per expert."""
+    def fc2_filled_tiles(self) -> int:
+        """Row tiles that hold rows of fc2, per expert."""
         return -(-self.layer.hidden_size // TILE_ROWS)
+
+    @property
+    def fc1_row_tiles(self) -> int:
+        """Row tiles of fc1 per expert, one a CTA, in whole pairs: one whose rows are dropped may be the last."""
+        return -(-self.fc1_filled_tiles // self.tile.ctas) * self.tile.ctas
+
+    @property
+    def fc2_row_tiles(self) -> int:
+        """The same of fc2."""
+        return -(-self.fc2_filled_tiles // self.tile.ctas) * self.tile.ctas
+
+    @property
+    def has_empty_tiles(self) -> bool:
+        """Whether some pair's second tile holds no rows."""
+        return self.fc1_row_tiles > self.fc1_filled_tiles or self.fc2_row_tiles > self.fc2_filled_tiles
 
     @property
     def fc1_k_tiles(self) -> int:
@@ -241,9 +274,14 @@ class KernelConfig:
         return K_STAGE // K_ATOM * ATOM_BYTES
 
     @property
+    def token_code_bytes(self) -> int:
+        """Code bytes of a stage's tokens in one CTA: of all of them, or of its half of a pair's."""
+        return self.tile.tokens // self.tile.ctas * K_STAGE // 2
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes that the token warp loads per stage: codes and scales of whole 128-row blocks."""
-        return self.tile.tokens * K_STAGE // 2 + self.token_scale_bytes
+        """Bytes that the token warp loads per stage: codes, and scales of whole 128-row blocks, never shared."""
+        return self.token_code_bytes + self.token_scale_bytes
 
     @property
     def token_scale_bytes(self) -> int:
@@ -362,13 +400,25 @@ class KernelConfig:
         return {"layer": asdict(self.layer), "tile": asdict(self.tile)}
 
 
-TILES: dict[str, TileConfig] = {tile.name: tile for tile in (TileConfig(f"b{n}", n) for n in TOKEN_BLOCKS)}
+TILES: dict[str, TileConfig] = {
+    tile.name: tile
+    for tile in (
+        *(TileConfig(f"b{n}", n) for n in TOKEN_BLOCKS),
+        *(TileConfig(f"b{n}x2", n, ctas=2) for n in (128, 256)),
+    )
+}
+"""`b` and the token block; `x2`: a pair's."""
 
 
-def choose_tile(layer: LayerSpec, num_tokens: int) -> TileConfig:
-    """The tile for a bucket of `num_tokens` tokens per rank, from the mean rows of an expert; never measured."""
+def choose_tile(layer: LayerSpec, num_tokens: int, num_ctas: int = 2) -> TileConfig:
+    """The tile for a bucket of `num_tokens` tokens per rank, from the mean rows of an expert; never measured.
+
+    Pairs where token blocks are widest: below, weights are most of what is loaded, and every CTA loads its own.
+    `num_ctas`: CTAs of a launch; one alone has no partner.
+    """
     mean = num_tokens * layer.top_k / layer.num_local_experts  # every rank sends as many as it receives
-    return next((TILES[f"b{n}"] for n in TOKEN_BLOCKS[:-1] if mean <= 0.75 * n), TILES["b256"])
+    widest = "b256x2" if num_ctas > 1 else "b256"
+    return next((TILES[f"b{n}"] for n in TOKEN_BLOCKS[:-1] if mean <= 0.75 * n), TILES[widest])
 
 
 def fc1_lag(num_sms: int) -> int:
@@ -383,4 +433,4 @@ ADDRESSES = (
 """64-bit arguments (operands in kernel.py; `launch.py` explains those of every kernel)."""
 
 NUMBERS = (*LAYOUT_NUMBERS, "grid")
-"""32-bit arguments: those of every kernel, and the CTAs of the launch."""
+"""32-bit arguments: those of every kernel, and the CTAs of the launch, an even number of them for pairs."""

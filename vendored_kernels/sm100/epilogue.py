@@ -14,7 +14,7 @@ from .. import ptx
 from ..common import tiles, wire
 from ..common.release import INFO_BYTES
 from ..common.waits import COUNT_BITS
-from . import instructions
+from . import instructions, pairs
 from .config import (
     EPILOGUE_TOKENS,
     EPILOGUE_WARPS,
@@ -180,19 +180,22 @@ def epilogue_warps(
     kind = Int32(tiles.FC1)
     fc2_tiles = Int32(0)
     while kind != tiles.END:
-        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
+        pairs.wait(cfg, ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
         kind = ptx.lds32(entry)
         fc2_tiles = ptx.lds32(entry + 4)
         if kind != tiles.END:
             expert, row_tile = ptx.lds32(entry + 4), ptx.lds32(entry + 8)
             row0, valid = ptx.lds32(entry + 12), ptx.lds32(entry + 16)
+            if const_expr(cfg.has_empty_tiles):
+                filled = Int32(cfg.fc1_filled_tiles) if kind == tiles.FC1 else Int32(cfg.fc2_filled_tiles)
+                valid = valid if row_tile < filled else Int32(0)
             factors = ptx.ldg128f(scales + Int64(expert) * 16)
             alpha = factors[2]
             if kind == tiles.FC1:
                 alpha = factors[0] if (lane >> 4) == 0 else factors[1]
             words_at = rows_at + slot * const_expr(cfg.tile.tokens * 4)
-            cute.arch.mbarrier_wait(rfull + slot, slot_phase)
+            pairs.wait(cfg, rfull + slot, slot_phase)
             cute.arch.mbarrier_wait(afull + pair, pair_phase)
             instructions.fence_after_sync()
             for i in cutlass.range(cfg.passes, unroll=1):
@@ -205,7 +208,7 @@ def epilogue_warps(
                     instructions.fence_before_sync()
                     cute.arch.sync_warp()
                     if lane == 0:
-                        cute.arch.mbarrier_arrive(aempty + pair)
+                        pairs.give_back_accumulator(cfg, aempty + pair)
                 token0 = j * EPILOGUE_TOKENS
                 if token0 < valid:
                     if kind == tiles.FC1:

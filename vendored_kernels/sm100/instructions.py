@@ -12,6 +12,19 @@ fence_before_sync = _memory_op("tcgen05.fence::before_thread_sync;", "")
 sts8 = _memory_op("{.reg .b16 h; cvt.u16.u32 h, $1; st.shared.b8 [$0], h;}", "rr")
 sts16 = _memory_op("{.reg .b16 h; cvt.u16.u32 h, $1; st.shared.b16 [$0], h;}", "rr")
 sts_pair = _memory_op("st.shared.v2.b32 [$0], {$1,$2};", "rrr")
+# The other CTA of a pair: addresses of its shared memory, and order that reaches it.
+of_cta = _pure_op("mapa.shared::cluster.u32 $0, $1, $2;", "rr", "r")
+cluster_lds32 = _memory_op("ld.shared::cluster.b32 $0, [$1];", "r", "r")
+cluster_sts32 = _memory_op("st.shared::cluster.b32 [$0], $1;", "rr")
+cluster_arrive_release = _memory_op("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", "r")
+cluster_arrive_relaxed = _memory_op("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [$0];", "r")
+fence_release_own_shared = _memory_op("fence.release.sync_restrict::shared::cta.cluster;", "")
+_TRY_WAIT = (
+    "{{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.{}.cluster.shared::cta.b64 p, [$0], $1, 10000000;\n"
+    "@p bra.uni DONE;\nbra.uni AGAIN;\nDONE:\n}}"
+)
+cluster_wait_acquire = _memory_op(_TRY_WAIT.format("acquire"), "rr")
+cluster_wait_relaxed = _memory_op(_TRY_WAIT.format("relaxed"), "rr")
 shuffle_xor4 = _memory_op("shfl.sync.bfly.b32 $0, $1, 4, 31, -1;", "r", "r")
 shuffle_xor16_f = _memory_op("shfl.sync.bfly.b32 $0, $1, 16, 31, -1;", "f", "f")
 round_bf16 = _pure_op("{.reg .b16 h; cvt.rn.bf16.f32 h, $1; cvt.u32.u16 $0, h;}", "f", "r")

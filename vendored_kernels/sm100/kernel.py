@@ -12,9 +12,13 @@ Supported
     1 to 16 ranks that can address each other's memory, whatever token block each of them runs; H and I multiples of 32,
     up to 256 local experts, top_k up to 16, any token count including 0 (read from device memory, so one captured graph
     serves every T of its bucket), ids int32 or int64 with masked (out of range) and duplicate entries, three wire
-    formats, both score placements, one token block per kernel (32, 64, 128 or 256).
+    formats, both score placements, one token block per kernel (32, 64, 128 or 256). A tile is one CTA's, or from 64
+    tokens on a pair's: a cluster of two whose MMA takes 256 weight rows; each CTA loads and keeps its 128 of them, half
+    of the tokens and the scales of all. An odd number of row tiles leaves one CTA of the last pair with rows that are
+    dropped.
 Not supported
-    bf16 activations; CTA pairs; all ranks in one launch; grids that are not fully resident (every CTA runs at once).
+    bf16 activations; all ranks in one launch; grids that are not fully resident (every CTA runs at once); pairs with an
+    odd number of CTAs.
 Operands (addresses; R pool rows, T tokens, E experts of this rank, K top_k; atoms(k) = ceil(k / 64), blocks(r) =
 ceil(r / 128))
     w1_codes (E, 2I, H/2) u8          gate and up interleaved by 16 rows; two e2m1 a byte, even column in the low nibble
@@ -42,12 +46,17 @@ Warp roles (12 warps, 1 CTA per SM)
     8      MMA                                     9      W: table, claims, weight loads
     10     T: token loads, the only warp that waits for a tile's tokens
     11     R: releases; it also clears the next launch's counters and, in CTA 0, compares the ranks' headers
-Pipelines (producer -> consumer, arrivals)
-    full[stage]   W, T -> MMA: 2 and the bytes of both          empty[stage]  MMA -> W, T: 1 (commit)
-    afull[pair]   MMA -> epilogue: 1 (commit)                   aempty[pair]  epilogue -> MMA: one per warp
-    ifull[slot]   W -> T, MMA, epilogue, R: 1                   iempty[slot]  T, MMA, R -> W: 3
+    A pair's even CTA leads: its W claims for both, its T waits for both, its MMA warp issues for both. The other CTA's
+    W and T load what they are told, its MMA warp is idle; everything else is every CTA's own (pairs.py).
+Pipelines (producer -> consumer, arrivals; [those of a pair, where they differ])
+    full[stage]   W, T -> MMA: 2 and the bytes of both          empty[stage]  MMA -> W, T: 1 (commit) [to both CTAs]
+                  [of both CTAs, in the leader]
+    afull[pair]   MMA -> epilogue: 1 (commit) [to both CTAs]    aempty[pair]  epilogue -> MMA: one per warp [of both]
+    ifull[slot]   W -> T, MMA, epilogue, R: 1 [the leader's W   iempty[slot]  T, MMA, R -> W: 3 [6: T, R and MMA or W of
+                  to both CTAs, also to the other's W]                        both CTAs, to the leader]
     rfull[slot]   T -> epilogue: 1 (each row's route or         done[slot]    epilogue -> R: one per warp
                   weight; whether a wait failed)
+                  [the leader's T to both, also to the other's T]
     TMEM: two accumulators (at 256 tokens they overlap, one pair), then four (two) buffers for a stage's scales. The
     manual orders scale copies before later MMAs only, so the MMA warp waits for empty[stage] of a buffer's last use.
 Synchronisation contract, every kernel
@@ -64,6 +73,15 @@ Synchronisation contract, every kernel
     epoch, expected  them
     error, abort     first failure: exch, st; then st.release.sys  every wait: ld.acquire.sys;         host
                      to every rank's abort word                    at entry: plain ld
+Pairs, beside the above (all in shared memory; barriers initialised, then a cluster barrier)
+    ring entry,      leader's W, T: st.shared::cluster,            mbarrier.try_wait.acquire.cluster   as read
+    row facts        mbarrier.arrive.release.cluster
+    entry read       T, R, W: fence.release of own shared memory,  leader's W: the same                phase
+                     mbarrier.arrive.relaxed.cluster; MMA: arrive
+    accumulator      epilogue: tcgen05.wait::ld, fence::before,    MMA: try_wait.relaxed.cluster,      phase
+    read             mbarrier.arrive.relaxed.cluster               fence::after
+    abort at entry   leader: st.shared, cluster barrier            both: ld.shared::cluster            launch
+    exit             every commit awaited by W of either CTA, cluster barrier, dealloc (cta_group::2)
 One rank
     pool, scales,    staging warps: st, fence.proxy.async, named   T: ld.acquire.gpu,                  stream
     row_*            barrier, one red.release.gpu on `staged`      fence.proxy.async, TMA
@@ -85,6 +103,8 @@ Several ranks
 Provenance
     Written for this project; the main loop follows our own compile-only prototype, the tile stream the Hopper kernel.
 """
+
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -112,9 +132,9 @@ from ..common.waits import (
     record_departure,
     wait_at_least,
 )
-from . import epilogue, mainloop, staging
+from . import epilogue, mainloop, pairs, staging
 from .config import EPILOGUE_WARPS, K_STAGE, RING_SLOTS, STAGING_WARPS, THREADS, KernelConfig
-from .instructions import fence_after_sync, fence_before_sync
+from .instructions import cluster_lds32, fence_after_sync, fence_before_sync, of_cta
 
 STAGING_BARRIER = 9
 """Named barrier of the staging warps; 1 is the epilogue's own, 10 the four other warps', 11 theirs and the helpers'."""
@@ -208,11 +228,12 @@ class Sm100MegaMoeNvfp4Kernel:
             exchange: cute.struct.Align[cute.struct.MemRange[Int32, max(cfg.exchange_words, 4)], 16]
             buffer: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.epilogue_bytes], 128]
             weights: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * 128 * K_STAGE // 2], 1024]
-            tokens: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.tile.tokens * K_STAGE // 2], 1024]
+            tokens: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.token_code_bytes], 1024]
             weight_scales: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.weight_scale_bytes], 1024]
             token_scales: cute.struct.Align[cute.struct.MemRange[Uint8, cfg.stages * cfg.token_scale_bytes], 1024]
 
         self.storage = Storage
+        cluster = {"cluster": [cfg.tile.ctas, 1, 1]} if cfg.pair else {}
         self.kernel(
             mma,
             tuple(maps1),
@@ -259,7 +280,7 @@ class Sm100MegaMoeNvfp4Kernel:
             dry,
             lag,
             rank,
-        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+        ).launch(grid=[grid, 1, 1], block=[THREADS, 1, 1], **cluster, min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
     def kernel(
@@ -319,6 +340,7 @@ class Sm100MegaMoeNvfp4Kernel:
         gdim, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
+        cta = pairs.cta_rank(cfg, bidx)
         memory = cutlass.utils.SmemAllocator().allocate(self.storage)
         bars = tuple(
             getattr(memory, name).data_ptr()
@@ -326,7 +348,7 @@ class Sm100MegaMoeNvfp4Kernel:
         )
         info, rows_at = Int32(memory.info.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
         table, buffer = Int32(memory.table.data_ptr().toint()), Int32(memory.buffer.data_ptr().toint())
-        hold = memory.hold.data_ptr()  # TMEM address, then the number of fc2 tiles
+        hold = memory.hold.data_ptr()  # TMEM address, the number of fc2 tiles, whether some rank has aborted (pairs)
         hold_at = Int32(hold.toint())
         la, lb, lsa, lsb = layouts
         smem = (
@@ -365,11 +387,11 @@ class Sm100MegaMoeNvfp4Kernel:
                 numbers = (cfg.stages, cfg.stages, 2, 2, RING_SLOTS, RING_SLOTS, RING_SLOTS, RING_SLOTS)
                 for kind in cutlass.range_constexpr(8):
                     for i in cutlass.range_constexpr(numbers[kind]):
-                        cute.arch.mbarrier_init(bars[kind] + i, list(mainloop.BARRIER_COUNTS.values())[kind])
+                        cute.arch.mbarrier_init(bars[kind] + i, list(mainloop.barrier_counts(cfg).values())[kind])
             cute.arch.mbarrier_init_fence()
         if warp == 0:
-            cute.arch.alloc_tmem(cfg.tmem_allocated, hold)
-            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.alloc_tmem(cfg.tmem_allocated, hold, cfg.pair)
+            cute.arch.relinquish_tmem_alloc_permit(cfg.pair)
         abort = abort_at
         if const_expr(cfg.exchange):
             abort = ptx.ldg64(peers + Int64(rank) * 8) + abort_at
@@ -386,6 +408,9 @@ class Sm100MegaMoeNvfp4Kernel:
             ptx.sts64(control + ABORT_AT, abort_at)
             ptx.sts32(control + GIVEN_UP, 0)
             ptx.sts32(control + CTAS, gdim)
+            if const_expr(cfg.pair):
+                if cta == pairs.LEADER:
+                    ptx.sts32(hold_at + 8, aborted)
         i = tidx
         while i < const_expr(cfg.route_table_experts if cfg.exchange else slots):
             ptx.sts32(counts + i * 4, 0)
@@ -398,8 +423,10 @@ class Sm100MegaMoeNvfp4Kernel:
                 i = i + THREADS
             exchange.load_peers(cfg, ex, peers, tidx)
         fence_before_sync()
-        cute.arch.sync_threads()
+        pairs.sync_ctas(cfg)
         fence_after_sync()
+        if const_expr(cfg.pair):  # the word may change at any time: a pair goes by what its leader has seen
+            aborted = cluster_lds32(of_cta(hold_at + 8, Int32(pairs.LEADER)))
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, hold)
         if aborted == 0 and dry == 0:
             bank_index = launch & 1
@@ -443,15 +470,25 @@ class Sm100MegaMoeNvfp4Kernel:
                 if const_expr(cfg.exchange):  # the helpers may begin to pull
                     exchange.share_table(cfg, ex, blocks, live, thread)
                     cute.arch.barrier_arrive(barrier_id=PRODUCER_BARRIER, number_of_threads=PRODUCER_THREADS)
-                tiles.lay_out_segments(
-                    slots, cfg.fc1_row_tiles, cfg.fc2_row_tiles, TABLE_BARRIER, table, lag, blocks, live, thread
-                )
+                row_tiles1, row_tiles2 = cfg.fc1_row_tiles, cfg.fc2_row_tiles
+                if const_expr(cfg.pair):  # a pair's tile is two row tiles
+                    row_tiles1, row_tiles2, lag = row_tiles1 // 2, row_tiles2 // 2, lag // 2
+                tiles.lay_out_segments(slots, row_tiles1, row_tiles2, TABLE_BARRIER, table, lag, blocks, live, thread)
                 if warp == STAGING_WARPS:
-                    mainloop.mma_warp(cfg, bars, info, mma, smem, layouts, tmem, lane)
+                    if cta == pairs.LEADER:
+                        mainloop.mma_warp(cfg, bars, info, mma, smem, layouts, tmem, lane)
                 elif warp == STAGING_WARPS + 1:
-                    mainloop.weight_warp(
-                        cfg, bars, table, blocks, info, maps1, maps2, mma, targets, bank, bidx, gdim, lane
-                    )
+                    if const_expr(cfg.pair):
+                        if cta == pairs.LEADER:
+                            mainloop.leader_weight_warp(
+                                cfg, bars, table, blocks, info, maps1, maps2, mma, targets, bank, bidx, gdim, lane
+                            )
+                        else:
+                            mainloop.follower_weight_warp(cfg, bars, info, maps1, maps2, mma, targets, lane)
+                    else:
+                        mainloop.weight_warp(
+                            cfg, bars, table, blocks, info, maps1, maps2, mma, targets, bank, bidx, gdim, lane
+                        )
                 elif warp == STAGING_WARPS + 2:
                     mainloop.token_warp(
                         cfg,
@@ -470,6 +507,7 @@ class Sm100MegaMoeNvfp4Kernel:
                         ready_bank,
                         pool_bank,
                         staging_ctas,
+                        cta,
                         lane,
                     )
                 else:
@@ -490,6 +528,8 @@ class Sm100MegaMoeNvfp4Kernel:
                     release.release_warp(
                         cfg,
                         RING_SLOTS,
+                        partial(pairs.wait, cfg),
+                        partial(pairs.give_back_entry, cfg),
                         bars[4],
                         bars[5],
                         bars[6],
@@ -655,7 +695,7 @@ class Sm100MegaMoeNvfp4Kernel:
         elif dry == 0 and bidx == 0 and tidx == 0:
             record_departure(control)
         fence_before_sync()
-        cute.arch.sync_threads()  # nobody may touch TMEM after this point
+        pairs.sync_ctas(cfg)  # nobody may touch TMEM after this point, nor the other CTA of a pair
         if warp == 0:
             fence_after_sync()
-            cute.arch.dealloc_tmem(tmem, cfg.tmem_allocated)
+            cute.arch.dealloc_tmem(tmem, cfg.tmem_allocated, cfg.pair)

@@ -2,7 +2,8 @@
 """The GEMM pipeline of one tile after the other: weight and token loads by TMA, block-scaled FP4 MMA into TMEM.
 
 W claims tiles and streams weights with their scales; T waits until a tile's tokens are readable and streams them; the
-MMA warp copies scales to TMEM and issues tcgen05.mma. Called by the kernel's role branch.
+MMA warp copies scales to TMEM and issues tcgen05.mma. Called by the kernel's role branch. In a pair of CTAs the leader
+does what there is one of (`pairs.py`): claims, waits for tokens, MMAs.
 """
 
 import cutlass
@@ -19,7 +20,7 @@ from ..common.release import INFO_BYTES
 from ..common.sites import SITE_FC1, SITE_POOL, SITE_STAGED
 from ..common.units import READY_ROWS
 from ..common.waits import COUNT_BITS, GIVEN_UP, RANK, wait_at_least
-from . import instructions
+from . import instructions, pairs
 from .config import (
     ATOM_ROWS,
     EPILOGUE_WARPS,
@@ -32,18 +33,24 @@ from .config import (
     scale_column,
 )
 
-GROUP = tcgen05.CtaGroup.ONE
+NO_TILE = -1
+"""Kind of what a leader's W streams before its first tile."""
+
+
+def _group(cfg):
+    """CTAs that an MMA, a scale copy or a commit belongs to."""
+    return tcgen05.CtaGroup.TWO if cfg.pair else tcgen05.CtaGroup.ONE
 
 
 def make_mma(cfg):
-    """The tiled MMA: 128 weight rows x a token block x 64, block-scaled FP4, operands in shared memory."""
-    op = tcgen05.MmaMXF4NVF4Op(Float8E4M3FN, (TILE_ROWS, cfg.tile.tokens, K_ATOM), GROUP, tcgen05.OperandSource.SMEM)
-    return cute.make_tiled_mma(op)
+    """The tiled MMA: 128 weight rows a CTA x a token block x 64, block-scaled FP4, operands in shared memory."""
+    shape = (cfg.mma_rows, cfg.tile.tokens, K_ATOM)
+    return cute.make_tiled_mma(tcgen05.MmaMXF4NVF4Op(Float8E4M3FN, shape, _group(cfg), tcgen05.OperandSource.SMEM))
 
 
 def shared_layouts(cfg, mma):
     """Shared-memory layouts of all stages: weight codes, token codes, weight scales, token scales."""
-    tiler = (TILE_ROWS, cfg.tile.tokens, K_STAGE)
+    tiler = (cfg.mma_rows, cfg.tile.tokens, K_STAGE)
     return (
         sm100_utils.make_smem_layout_a(mma, tiler, Float4E2M1FN, cfg.stages),
         sm100_utils.make_smem_layout_b(mma, tiler, Float4E2M1FN, cfg.stages),
@@ -69,9 +76,11 @@ def _scales(address, blocks, reduction):
 def tensor_maps(cfg, mma, layouts, weights, weight_scales, tokens, token_scales, rows, pool_rows, reduction):
     """(atom, tensor) of weight codes, token codes, weight scales, token scales of one GEMM with `rows` per expert."""
     experts = cfg.layer.num_local_experts
-    tiler = (TILE_ROWS, cfg.tile.tokens, K_STAGE)
+    tiler = (cfg.mma_rows, cfg.tile.tokens, K_STAGE)
     one = cute.make_layout((1, 1, 1, 1))
-    op = cpasync.CopyBulkTensorTileG2SOp(GROUP)
+    if cfg.pair:
+        one = cute.tiled_divide(cute.make_layout((cfg.tile.ctas, 1, 1)), (mma.thr_id.shape,))
+    op = cpasync.CopyBulkTensorTileG2SOp(_group(cfg))
     first = [cute.slice_(layout, (None, None, None, 0)) for layout in layouts[:2]]
     a = cute.nvgpu.make_tiled_tma_atom_A(
         op, _codes(weights, experts * rows, reduction), first[0], tiler, mma, one.shape
@@ -89,12 +98,18 @@ def tensor_maps(cfg, mma, layouts, weights, weight_scales, tokens, token_scales,
 
 
 @cute.jit
-def _stream(cfg, k_tiles: cutlass.Constexpr, codes, scales, num_bytes: cutlass.Constexpr, full, empty, stage, phase):
-    """Load all stages of one tile: `codes` and `scales` are (atom, global partition, shared partition)."""
+def _stream(
+    cfg, k_tiles: cutlass.Constexpr, codes, scales, num_bytes: cutlass.Constexpr, full, empty, cta, stage, phase
+):
+    """Load all stages of one tile: `codes` and `scales` are (atom, global partition, shared partition).
+
+    A pair's loads all signal the leader's barrier (the hardware turns the address), so the leader announces them.
+    """
     for k in cutlass.range(k_tiles, unroll=1):
         cute.arch.mbarrier_wait(empty + stage, phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, num_bytes)
+        if cta == pairs.LEADER:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, const_expr(num_bytes * cfg.tile.ctas))
         cute.copy(codes[0], codes[1][None, k], codes[2][None, stage], tma_bar_ptr=full + stage)
         cute.copy(scales[0], scales[1][None, k], scales[2][None, stage], tma_bar_ptr=full + stage)
         stage = stage + 1
@@ -112,14 +127,25 @@ def _partition(atom, smem, gmem, modes):
 
 @cute.jit
 def _weight_tile(
-    cfg, k_tiles: cutlass.Constexpr, maps, mma, smem, rows: cutlass.Constexpr, expert, row_tile, bars, stage, phase
+    cfg,
+    k_tiles: cutlass.Constexpr,
+    maps,
+    mma,
+    smem,
+    rows: cutlass.Constexpr,
+    expert,
+    row_tile,
+    bars,
+    cta,
+    stage,
+    phase,
 ):
-    """Stream the weights of one tile; codes and scales beyond an expert's rows meet zero scales."""
+    """Stream the weights of one CTA's tile; what lies beyond an expert's rows meets zero scales or is dropped later."""
     full, empty = bars[0], bars[1]
-    first_row = expert * rows + row_tile * TILE_ROWS
+    first_row = expert * rows + (row_tile - cta) * TILE_ROWS
     block = expert * const_expr(-(-rows // ATOM_ROWS)) + row_tile
-    tile = cute.local_tile(cute.domain_offset((first_row, 0), maps[1]), (TILE_ROWS, K_STAGE), (0, None))
-    codes_s, codes_g = _partition(maps[0], smem[0], mma.get_slice(0).partition_A(tile), 3)
+    tile = cute.local_tile(cute.domain_offset((first_row, 0), maps[1]), (cfg.mma_rows, K_STAGE), (0, None))
+    codes_s, codes_g = _partition(maps[0], smem[0], mma.get_slice(cta).partition_A(tile), 3)
     scales = cute.local_tile(cute.domain_offset((block, 0), maps[5]), (1, K_STAGE), (0, None))
     scales_s, scales_g = _partition(maps[4], smem[2], scales, 2)
     return _stream(
@@ -130,17 +156,18 @@ def _weight_tile(
         cfg.weight_bytes,
         full,
         empty,
+        cta,
         stage,
         phase,
     )
 
 
 @cute.jit
-def _token_tile(cfg, k_tiles: cutlass.Constexpr, maps, mma, smem, row0, bars, stage, phase):
-    """Stream the tokens of one tile and the scales of the whole 128-row blocks that hold them."""
+def _token_tile(cfg, k_tiles: cutlass.Constexpr, maps, mma, smem, row0, bars, cta, stage, phase):
+    """Stream the tokens of one tile, or this CTA's half, and the scales of the whole 128-row blocks that hold them."""
     full, empty = bars[0], bars[1]
     tile = cute.local_tile(cute.domain_offset((row0, 0), maps[3]), (cfg.tile.tokens, K_STAGE), (0, None))
-    codes_s, codes_g = _partition(maps[2], smem[1], mma.get_slice(0).partition_B(tile), 3)
+    codes_s, codes_g = _partition(maps[2], smem[1], mma.get_slice(cta).partition_B(tile), 3)
     height = const_expr(cfg.token_scale_blocks)
     scales = cute.local_tile(cute.domain_offset((scale_block(row0), 0), maps[7]), (height, K_STAGE), (0, None))
     scales_s, scales_g = _partition(maps[6], smem[3], scales, 2)
@@ -152,9 +179,47 @@ def _token_tile(cfg, k_tiles: cutlass.Constexpr, maps, mma, smem, row0, bars, st
         cfg.token_bytes,
         full,
         empty,
+        cta,
         stage,
         phase,
     )
+
+
+@cute.jit
+def _stream_weights(cfg, maps1, maps2, mma, smem, kind, expert, row_tile, bars, cta, stage, phase):
+    """The weights of one CTA's tile of either GEMM."""
+    layer = cfg.layer
+    if kind == tiles.FC1:
+        stage, phase = _weight_tile(
+            cfg,
+            cfg.fc1_k_tiles,
+            maps1,
+            mma,
+            smem,
+            2 * layer.intermediate_size,
+            expert,
+            row_tile,
+            bars,
+            cta,
+            stage,
+            phase,
+        )
+    else:
+        stage, phase = _weight_tile(
+            cfg, cfg.fc2_k_tiles, maps2, mma, smem, layer.hidden_size, expert, row_tile, bars, cta, stage, phase
+        )
+    return stage, phase
+
+
+@cute.jit
+def _await_commits(cfg, empty, stage, phase):
+    """Every commit has arrived before this CTA may leave."""
+    for _ in cutlass.range_constexpr(cfg.stages):
+        cute.arch.mbarrier_wait(empty + stage, phase)
+        stage = stage + 1
+        if stage == cfg.stages:
+            stage = Int32(0)
+            phase = phase ^ 1
 
 
 @cute.jit
@@ -162,7 +227,7 @@ def weight_warp(cfg, bars, table: Int32, blocks, info: Int32, maps1, maps2, mma,
     """W: claims tiles, hands them to the other warps, streams weights; never waits for tokens."""
     ifull, iempty = bars[4], bars[5]
     at = const_expr(tiles.TableOffsets(cfg.table_experts))
-    layer, block_rows = cfg.layer, const_expr(cfg.tile.tokens)
+    block_rows = const_expr(cfg.tile.tokens)
     total = const_expr(cfg.fc1_row_tiles + cfg.fc2_row_tiles) * blocks
     stage, phase = Int32(0), Int32(1)
     slot, slot_phase = Int32(0), Int32(1)
@@ -189,24 +254,9 @@ def weight_warp(cfg, bars, table: Int32, blocks, info: Int32, maps1, maps2, mma,
         if slot == RING_SLOTS:
             slot = Int32(0)
             slot_phase = slot_phase ^ 1
-        if kind == tiles.FC1:
-            stage, phase = _weight_tile(
-                cfg,
-                cfg.fc1_k_tiles,
-                maps1,
-                mma,
-                smem,
-                2 * layer.intermediate_size,
-                expert,
-                row_tile,
-                bars,
-                stage,
-                phase,
-            )
-        else:
-            stage, phase = _weight_tile(
-                cfg, cfg.fc2_k_tiles, maps2, mma, smem, layer.hidden_size, expert, row_tile, bars, stage, phase
-            )
+        stage, phase = _stream_weights(
+            cfg, maps1, maps2, mma, smem, kind, expert, row_tile, bars, Int32(pairs.LEADER), stage, phase
+        )
         t = ptx.broadcast_lane0(ahead) + gdim
     cute.arch.mbarrier_wait(iempty + slot, slot_phase)
     if lane == 0:
@@ -215,12 +265,97 @@ def weight_warp(cfg, bars, table: Int32, blocks, info: Int32, maps1, maps2, mma,
         ptx.sts32(entry + 4, const_expr(cfg.fc2_row_tiles) * blocks)
         cute.arch.mbarrier_arrive(ifull + slot)
     cute.arch.sync_warp()
-    for _ in cutlass.range_constexpr(cfg.stages):  # every commit has arrived before this CTA may leave
-        cute.arch.mbarrier_wait(bars[1] + stage, phase)
-        stage = stage + 1
-        if stage == cfg.stages:
-            stage = Int32(0)
-            phase = phase ^ 1
+    _await_commits(cfg, bars[1], stage, phase)
+
+
+@cute.jit
+def _hand_over_tile(cfg, bars, table: Int32, info: Int32, blocks, t, total, segment, slot, slot_phase, lane):
+    """A pair's leader: tile `t`, or the end, to both CTAs' rings; returns the tile and where to look for the next."""
+    ifull, iempty = bars[4], bars[5]
+    at = const_expr(tiles.TableOffsets(cfg.table_experts))
+    block_rows = const_expr(cfg.tile.tokens)
+    entry = info + slot * INFO_BYTES
+    kind, expert = Int32(tiles.END), const_expr(cfg.fc2_row_tiles) * blocks
+    row_tile, block, counter = Int32(0), Int32(0), Int32(0)
+    if t < total:
+        segment, kind, expert, row_tile, block, counter = tiles.locate(cfg.table_experts, table, segment, t)
+        row_tile = row_tile * cfg.tile.ctas
+    pairs.wait(cfg, iempty + slot, slot_phase)
+    if lane == 0:
+        pairs.store_to_both(cfg, entry, kind)
+        pairs.store_to_both(cfg, entry + 4, expert)
+        if kind != tiles.END:
+            rows = ptx.lds32(table + at.rows + expert * 4) - block * block_rows
+            pairs.store_to_both(cfg, entry + 8, row_tile, 1)
+            pairs.store_to_both(cfg, entry + 12, ptx.lds32(table + at.first_row + expert * 4) + block * block_rows)
+            pairs.store_to_both(cfg, entry + 16, rows if rows < block_rows else Int32(block_rows))
+            pairs.store_to_both(cfg, entry + 20, counter)
+        pairs.hand_over(cfg, ifull + slot)
+    cute.arch.sync_warp()
+    slot = slot + 1
+    if slot == RING_SLOTS:
+        slot = Int32(0)
+        slot_phase = slot_phase ^ 1
+    return kind, expert, row_tile, segment, slot, slot_phase
+
+
+@cute.jit
+def leader_weight_warp(
+    cfg, bars, table: Int32, blocks, info: Int32, maps1, maps2, mma, smem, bank: Int64, bidx, gdim, lane
+):
+    """W of a pair's leader: hands a tile over to both CTAs before it streams the weights of the last one.
+
+    So the way to the other CTA costs no time. Two tiles are a pair's from the start, the others are claimed.
+    """
+    total = const_expr((cfg.fc1_row_tiles + cfg.fc2_row_tiles) // cfg.tile.ctas) * blocks
+    num_pairs = gdim // cfg.tile.ctas
+    stage, phase = Int32(0), Int32(1)
+    slot, slot_phase = Int32(0), Int32(1)
+    segment = Int32(0)
+    t = bidx // cfg.tile.ctas
+    kind, expert, row_tile = Int32(NO_TILE), Int32(0), Int32(0)
+    while kind != tiles.END:
+        next_kind, next_expert, next_row_tile, segment, slot, slot_phase = _hand_over_tile(
+            cfg, bars, table, info, blocks, t, total, segment, slot, slot_phase, lane
+        )
+        if kind == NO_TILE:
+            t = t + num_pairs
+        else:
+            ahead = Int32(0)
+            if lane == 0:  # behind the handing over, whose release would wait for it
+                ahead = ptx.claim_add_relaxed_gpu(bank + tiles.CLAIM * 4, 1)
+            stage, phase = _stream_weights(
+                cfg, maps1, maps2, mma, smem, kind, expert, row_tile, bars, Int32(pairs.LEADER), stage, phase
+            )
+            t = ptx.broadcast_lane0(ahead) + num_pairs * 2
+        kind, expert, row_tile = next_kind, next_expert, next_row_tile
+    _await_commits(cfg, bars[1], stage, phase)
+
+
+@cute.jit
+def follower_weight_warp(cfg, bars, info: Int32, maps1, maps2, mma, smem, lane):
+    """W of a pair's other CTA: streams the weights of the tiles that the leader hands over."""
+    ifull, iempty = bars[4], bars[5]
+    stage, phase = Int32(0), Int32(1)
+    slot, slot_phase = Int32(0), Int32(0)
+    kind = Int32(tiles.FC1)
+    while kind != tiles.END:
+        pairs.wait(cfg, ifull + slot, slot_phase)
+        entry = info + slot * INFO_BYTES
+        kind, expert, row_tile = ptx.lds32(entry), ptx.lds32(entry + 4), ptx.lds32(entry + 8)
+        cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
+        if lane == 0:
+            pairs.give_back_entry(cfg, iempty + slot)
+        cute.arch.sync_warp()
+        if kind != tiles.END:
+            stage, phase = _stream_weights(
+                cfg, maps1, maps2, mma, smem, kind, expert, row_tile, bars, Int32(pairs.FOLLOWER), stage, phase
+            )
+        slot = slot + 1
+        if slot == RING_SLOTS:
+            slot = Int32(0)
+            slot_phase = slot_phase ^ 1
+    _await_commits(cfg, bars[1], stage, phase)
 
 
 @cute.jit
@@ -241,6 +376,63 @@ def _wait_for_rows(cfg, table: Int32, entry: Int32, control: Int32, pool_ready: 
 
 
 @cute.jit
+def _await_tokens(
+    cfg,
+    entry: Int32,
+    kind,
+    row0,
+    valid,
+    counter,
+    rows_at: Int32,
+    slot,
+    table: Int32,
+    control: Int32,
+    row_meta: Int64,
+    row_weight: Int64,
+    bank: Int64,
+    ready: Int64,
+    pool_ready: Int64,
+    staging_ctas,
+    staged,
+    lane,
+):
+    """T, of a pair the leader's: until a tile's tokens are readable; each row's route or weight to whoever needs it."""
+    layer, ranks = cfg.layer, const_expr(cfg.layer.ep_size)
+    gave_up = ptx.lds32(control + GIVEN_UP)
+    if gave_up == 0:
+        if const_expr(cfg.exchange):
+            gave_up = _wait_for_rows(cfg, table, entry, control, pool_ready, lane)
+            cute.arch.sync_warp()  # what one lane has acquired, all lanes read
+        elif staged == 0:
+            gave_up = wait_at_least(bank + tiles.STAGED * 4, staging_ctas, control, ranks, SITE_STAGED, 0)
+            staged = Int32(1)
+    gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
+    mine = rows_at + slot * const_expr(cfg.tile.tokens * 4)
+    j = lane
+    while j < valid:
+        row = Int64(row0 + j)
+        if kind == tiles.FC2:
+            # After a failure nothing says whose rows these are: they go to a row of this rank.
+            source, word = ptx.ldg_pair_if(row_meta + row * 8, Int32(1) - gave_up)
+            if const_expr(ranks > 1):
+                source = source if gave_up == 0 else ptx.lds32(control + RANK)
+                word = word + source * (1 << COUNT_BITS)
+            pairs.store_to_both(cfg, mine + j * 4, word)
+        else:
+            if const_expr(layer.weigh_before_requant):
+                pairs.store_to_both(cfg, mine + j * 4, ptx.ldg32(row_weight + row * 4))
+        j = j + 32
+    if kind == tiles.FC2:
+        if gave_up == 0:
+            gave_up = wait_at_least(ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter)
+        gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
+    if lane == 0:
+        pairs.store_to_both(cfg, entry + 28, gave_up)
+        ptx.sts32(control + GIVEN_UP, gave_up)
+    return staged
+
+
+@cute.jit
 def token_warp(
     cfg,
     bars,
@@ -258,67 +450,61 @@ def token_warp(
     ready: Int64,
     pool_ready: Int64,
     staging_ctas,
+    cta,
     lane,
 ):
-    """T: waits until a tile's tokens are readable, fetches each row's route or weight, then streams the tokens."""
+    """T: waits until a tile's tokens are readable, fetches each row's route or weight, then streams the tokens.
+
+    A pair's other CTA waits for the leader's word, which brings all that the leader has acquired.
+    """
     ifull, iempty, rfull = bars[4], bars[5], bars[7]
-    layer, block_rows, ranks = cfg.layer, const_expr(cfg.tile.tokens), const_expr(cfg.layer.ep_size)
     stage, phase = Int32(0), Int32(1)
     slot, slot_phase = Int32(0), Int32(0)
     kind = Int32(tiles.FC1)
     staged = Int32(0)
     while kind != tiles.END:
-        cute.arch.mbarrier_wait(ifull + slot, slot_phase)
+        pairs.wait(cfg, ifull + slot, slot_phase)
         entry = info + slot * INFO_BYTES
         kind = ptx.lds32(entry)
         row0 = ptx.lds32(entry + 12)
         valid = ptx.lds32(entry + 16)
         counter = ptx.lds32(entry + 20)
         if kind != tiles.END:
-            gave_up = ptx.lds32(control + GIVEN_UP)
-            if gave_up == 0:
-                if const_expr(cfg.exchange):
-                    gave_up = _wait_for_rows(cfg, table, entry, control, pool_ready, lane)
-                    cute.arch.sync_warp()  # what one lane has acquired, all lanes read
-                elif staged == 0:
-                    gave_up = wait_at_least(bank + tiles.STAGED * 4, staging_ctas, control, ranks, SITE_STAGED, 0)
-                    staged = Int32(1)
-            gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
-            mine = rows_at + slot * (block_rows * 4)
-            j = lane
-            while j < valid:
-                row = Int64(row0 + j)
-                if kind == tiles.FC2:
-                    # After a failure nothing says whose rows these are: they go to a row of this rank.
-                    source, word = ptx.ldg_pair_if(row_meta + row * 8, Int32(1) - gave_up)
-                    if const_expr(ranks > 1):
-                        source = source if gave_up == 0 else ptx.lds32(control + RANK)
-                        word = word + source * (1 << COUNT_BITS)
-                    ptx.sts32(mine + j * 4, word)
-                else:
-                    if const_expr(layer.weigh_before_requant):
-                        ptx.sts32(mine + j * 4, ptx.ldg32(row_weight + row * 4))
-                j = j + 32
-            if kind == tiles.FC2:
-                if gave_up == 0:
-                    gave_up = wait_at_least(
-                        ready + Int64(counter) * 4, cfg.fc1_row_tiles, control, ranks, SITE_FC1, counter
-                    )
-                gave_up = Int32(1) if ptx.ballot(gave_up) != 0 else Int32(0)
-            if lane == 0:
-                ptx.sts32(entry + 28, gave_up)
-                ptx.sts32(control + GIVEN_UP, gave_up)
+            if cta == pairs.LEADER:
+                staged = _await_tokens(
+                    cfg,
+                    entry,
+                    kind,
+                    row0,
+                    valid,
+                    counter,
+                    rows_at,
+                    slot,
+                    table,
+                    control,
+                    row_meta,
+                    row_weight,
+                    bank,
+                    ready,
+                    pool_ready,
+                    staging_ctas,
+                    staged,
+                    lane,
+                )
+            else:
+                pairs.wait(cfg, rfull + slot, slot_phase)
             ptx.fence_proxy_async()
             cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(rfull + slot)
+            if cta == pairs.LEADER:
+                if lane == 0:
+                    pairs.hand_over(cfg, rfull + slot)
             if kind == tiles.FC1:
-                stage, phase = _token_tile(cfg, cfg.fc1_k_tiles, maps1, mma, smem, row0, bars, stage, phase)
+                stage, phase = _token_tile(cfg, cfg.fc1_k_tiles, maps1, mma, smem, row0, bars, cta, stage, phase)
             else:
-                stage, phase = _token_tile(cfg, cfg.fc2_k_tiles, maps2, mma, smem, row0, bars, stage, phase)
+                stage, phase = _token_tile(cfg, cfg.fc2_k_tiles, maps2, mma, smem, row0, bars, cta, stage, phase)
         cute.arch.sync_warp()  # every lane has read the entry before lane 0 gives it back
         if lane == 0:
-            cute.arch.mbarrier_arrive(iempty + slot)
+            pairs.give_back_entry(cfg, iempty + slot)
         slot = slot + 1
         if slot == RING_SLOTS:
             slot = Int32(0)
@@ -332,7 +518,9 @@ def _scale_view(pointer, layout):
 
 @cute.jit
 def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
-    """Issue all MMAs: per stage the scales to TMEM, then four steps of K 64; commits free stages and hand tiles over.
+    """Issue all MMAs, of a pair in the leader: per stage the scales to TMEM, then four steps of K 64.
+
+    Commits free stages and hand tiles over.
 
     A scale copy is ordered before later MMAs of the same thread, but not behind earlier ones: before a scale buffer is
     filled again, the commit of the stage that used it last must have arrived.
@@ -341,12 +529,13 @@ def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
     tokens = const_expr(cfg.tile.tokens)
     fragment_a = mma.make_fragment_A(smem[0])
     fragment_b = mma.make_fragment_B(smem[1])
-    accumulator = mma.make_fragment_C(mma.partition_shape_C((TILE_ROWS, tokens)))
-    shape = (TILE_ROWS, tokens, K_STAGE)
+    accumulator = mma.make_fragment_C(mma.partition_shape_C((cfg.mma_rows, tokens)))
+    shape = (cfg.mma_rows, tokens, K_STAGE)
+    both = pairs.BOTH if cfg.pair else None
     one_a, one_b = (cute.slice_(layouts[i], (None, None, None, 0)) for i in (2, 3))
     layout_a = blockscaled.make_tmem_layout_sfa(mma, shape, 16, one_a)
     layout_b = blockscaled.make_tmem_layout_sfb(mma, shape, 16, one_b)
-    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(GROUP), Float8E4M3FN)
+    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(_group(cfg)), Float8E4M3FN)
     first_a = cute.filter_zeros(_scale_view(tmem + cfg.weight_scale_column, layout_a))
     first_b = cute.filter_zeros(_scale_view(tmem + cfg.token_scale_column, layout_b))
     copy_a, copy_b = tcgen05.make_s2t_copy(atom, first_a), tcgen05.make_s2t_copy(atom, first_b)
@@ -371,7 +560,7 @@ def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
         cute.arch.sync_warp()
         if kind != tiles.END:
             k_tiles = Int32(cfg.fc1_k_tiles) if kind == tiles.FC1 else Int32(cfg.fc2_k_tiles)
-            cute.arch.mbarrier_wait(aempty + pair, pair_phase)
+            pairs.wait_for_accumulator(cfg, aempty + pair, pair_phase)
             instructions.fence_after_sync()
             acc = cute.make_tensor(tmem + second * cfg.accumulator_stride, accumulator.layout)
             shift = Int32(0)
@@ -406,13 +595,13 @@ def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
                     cute.gemm(mma, acc, fragment_a[None, None, step, stage], fragment_b[None, None, step, stage], acc)
                     mma.set(tcgen05.Field.ACCUMULATE, True)
                 with cute.arch.elect_one():
-                    tcgen05.commit(empty + stage, None, GROUP)
+                    tcgen05.commit(empty + stage, both, _group(cfg))
                 stage = stage + 1
                 if stage == cfg.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
             with cute.arch.elect_one():
-                tcgen05.commit(afull + pair, None, GROUP)
+                tcgen05.commit(afull + pair, both, _group(cfg))
             second = second ^ 1
             pair = pair + 1
             if pair == cfg.accumulator_pairs:
@@ -424,14 +613,19 @@ def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
             slot_phase = slot_phase ^ 1
 
 
-BARRIER_COUNTS = {
-    "full": 2,
-    "empty": 1,
-    "afull": 1,
-    "aempty": EPILOGUE_WARPS,
-    "ifull": 1,
-    "iempty": 3,
-    "done": EPILOGUE_WARPS,
-    "rfull": 1,
-}
-"""Arrivals per phase: loaders, MMA commit, MMA commit, epilogue warps, W, {T, MMA, R}, epilogue warps, T."""
+def barrier_counts(cfg):
+    """Arrivals per phase: loaders, MMA commit, MMA commit, epilogue warps, W, {T, R, and MMA}, epilogue warps, T.
+
+    Of a pair: the leader's loaders, both CTAs' epilogue warps, {T, R, and MMA or W} of both.
+    """
+    ctas = cfg.tile.ctas
+    return {
+        "full": 2,
+        "empty": 1,
+        "afull": 1,
+        "aempty": EPILOGUE_WARPS * ctas,
+        "ifull": 1,
+        "iempty": 3 * ctas,
+        "done": EPILOGUE_WARPS,
+        "rfull": 1,
+    }

@@ -792,6 +792,8 @@ class Sm90MegaMoeNvfp4Kernel:
             release.release_warp(
                 cfg,
                 cfg.ring_slots,
+                cute.arch.mbarrier_wait,
+                cute.arch.mbarrier_arrive,
                 ifull,
                 iempty,
                 done,
