@@ -205,6 +205,11 @@ def test_kernel_has_one_cta_group_and_pairs_need_a_cluster(body: str, cluster: i
 
 
 def test_memory_of_a_pair_that_one_cta_does_not_free_is_an_error() -> None:
-    run(ALLOC.format(2) + DEALLOC.format(2))
+    run(MEET + ALLOC.format(2) + DEALLOC.format(2))
     with pytest.raises(SimError, match="CTA 1 has left without freeing"):
-        run(ALLOC.format(2) + "@%p1 bra END;" + DEALLOC.format(2) + "END: bar.warp.sync -1;")
+        run(MEET + ALLOC.format(2) + "@%p1 bra END;" + DEALLOC.format(2) + "END: bar.warp.sync -1;")
+
+
+def test_memory_of_a_pair_is_not_allocated_before_both_ctas_run() -> None:
+    with pytest.raises(SimError, match="has shown that the other CTA runs"):
+        run(ALLOC.format(2) + MEET + DEALLOC.format(2))

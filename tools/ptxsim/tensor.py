@@ -297,6 +297,8 @@ def _allocate(ins: Instruction, machine: Machine) -> Function:
 
     def run(w: Warp, m: Mask) -> None:
         whole(w, m, "tcgen05.alloc")
+        if machine.tensor_group == "cta_group::2" and not w.cluster_met:
+            raise SimError("tcgen05.alloc of cta_group::2 before a cluster barrier has shown that the other CTA runs")
         tmem, n = w.cta.tmem, int(columns(w)[0])
         if tmem.ever or not tmem.permit or n not in (32, 64, 128, 256, 512):
             raise SimError(f"tcgen05.alloc of {n} columns: once, before relinquishing, a power of two from 32")

@@ -196,7 +196,7 @@ def epilogue_warps(
                 alpha = factors[0] if (lane >> 4) == 0 else factors[1]
             words_at = rows_at + slot * const_expr(cfg.tile.tokens * 4)
             pairs.wait(cfg, rfull + slot, slot_phase)
-            cute.arch.mbarrier_wait(afull + pair, pair_phase)
+            pairs.wait_for_accumulator(cfg, afull + pair, pair_phase)
             instructions.fence_after_sync()
             for i in cutlass.range(cfg.passes, unroll=1):
                 j = i

@@ -81,7 +81,8 @@ Pairs, beside the above (all in shared memory; barriers initialised, then a clus
     accumulator      epilogue: tcgen05.wait::ld, fence::before,    MMA: try_wait.relaxed.cluster,      phase
     read             mbarrier.arrive.relaxed.cluster               fence::after
     abort at entry   leader: st.shared, cluster barrier            both: ld.shared::cluster            launch
-    exit             every commit awaited by W of either CTA, cluster barrier, dealloc (cta_group::2)
+    TMEM             cluster barrier, alloc by warp 0 of each      CTA barrier                         exit
+    exit             every commit awaited by W of either CTA (accumulators': by the epilogues), cluster barrier, dealloc
 One rank
     pool, scales,    staging warps: st, fence.proxy.async, named   T: ld.acquire.gpu,                  stream
     row_*            barrier, one red.release.gpu on `staged`      fence.proxy.async, TMA
@@ -389,9 +390,10 @@ class Sm100MegaMoeNvfp4Kernel:
                     for i in cutlass.range_constexpr(numbers[kind]):
                         cute.arch.mbarrier_init(bars[kind] + i, list(mainloop.barrier_counts(cfg).values())[kind])
             cute.arch.mbarrier_init_fence()
-        if warp == 0:
-            cute.arch.alloc_tmem(cfg.tmem_allocated, hold, cfg.pair)
-            cute.arch.relinquish_tmem_alloc_permit(cfg.pair)
+        if const_expr(not cfg.pair):
+            if warp == 0:
+                cute.arch.alloc_tmem(cfg.tmem_allocated, hold)
+                cute.arch.relinquish_tmem_alloc_permit()
         abort = abort_at
         if const_expr(cfg.exchange):
             abort = ptx.ldg64(peers + Int64(rank) * 8) + abort_at
@@ -427,6 +429,12 @@ class Sm100MegaMoeNvfp4Kernel:
         fence_after_sync()
         if const_expr(cfg.pair):  # the word may change at any time: a pair goes by what its leader has seen
             aborted = cluster_lds32(of_cta(hold_at + 8, Int32(pairs.LEADER)))
+            if warp == 0:  # the two allocate together, so each must know that the other runs
+                cute.arch.alloc_tmem(cfg.tmem_allocated, hold, True)
+                cute.arch.relinquish_tmem_alloc_permit(True)
+            fence_before_sync()
+            cute.arch.sync_threads()
+            fence_after_sync()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, hold)
         if aborted == 0 and dry == 0:
             bank_index = launch & 1

@@ -97,7 +97,7 @@ def give_back_accumulator(cfg, barrier):
 
 @cute.jit
 def wait_for_accumulator(cfg, barrier, phase):
-    """The MMA warp, before tcgen05.fence::after."""
+    """Until it is full (epilogue warps: a commit of the leader) or given back (MMA warp); then tcgen05.fence::after."""
     if const_expr(cfg.pair):
         instructions.cluster_wait_relaxed(Int32(barrier.toint()), phase)
     else:
