@@ -169,9 +169,10 @@ def table(shape: str, points: Sequence[Point], bench: Part, rivals: Part) -> str
 
 
 def points_of(shape: str, bench: Part, *, uniform_only: bool) -> list[Point]:
-    """Points of a shape in the order in which they were measured."""
-    points = dict.fromkeys((row["routing"], row["rows"]) for row in bench.rows if row["shape"] == shape)
-    return [point for point in points if point[0] == "uniform" or not uniform_only]
+    """Points of a shape: uniform routing first, rows ascending."""
+    points = {(row["routing"], row["rows"]) for row in bench.rows if row["shape"] == shape}
+    wanted = [point for point in points if point[0] == "uniform" or not uniform_only]
+    return sorted(wanted, key=lambda point: (point[0] != "uniform", point))
 
 
 def made_with(part: Part) -> str:

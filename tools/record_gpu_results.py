@@ -27,9 +27,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.helpers.recorded import CASES, RecordedCase, Recording, comparable, differing, interpreted
+from tests.helpers.recorded import (
+    CASES,
+    RecordedCase,
+    Recording,
+    comparable,
+    differing,
+    interpreted,
+    ptx_digest,
+)
 from tools.ptxsim import approx
-from tools.ptxsim.kept import ARCH, DATA, KEPT, TILE
+from tools.ptxsim.kept import ARCH, DATA, KEPT, TILE, plain
 from tools.ptxsim.layers import KernelFile
 from vendored_kernels import registry
 
@@ -131,8 +139,8 @@ def record(cache: Path) -> tuple[Recording, bool]:
             continue
         unstable = sum(bool(found) for found in bad)
         results[name] = first
-        key = registry.kernel_key(KEPT[case.kernel], ARCH)
-        cases[name] = {"unstable": unstable, "key": key}
+        compiled = registry.object_path(KEPT[case.kernel], ARCH, cache).with_suffix(".ptx").read_text()
+        cases[name] = {"unstable": unstable, "ptx": ptx_digest(plain(compiled))}
         ok &= not unstable
         print(f"{name}: {REPEATS} runs, {unstable} differ from the first, {time.time() - started:.1f} s", flush=True)
     tables: dict[str, approx.Table] = {}
@@ -142,9 +150,10 @@ def record(cache: Path) -> tuple[Recording, bool]:
             with approx.using({**functions}):
                 for name in results:
                     started = time.time()
-                    kernel = KernelFile.load(DATA / f"{CASES[name].kernel}.ptx")
-                    if kernel.facts["key"] != cases[name]["key"]:
-                        raise RuntimeError(f"{CASES[name].kernel}: the kept PTX is of other sources than the objects")
+                    path = DATA / f"{CASES[name].kernel}.ptx"
+                    kernel = KernelFile.load(path)
+                    if ptx_digest(path.read_text()) != cases[name]["ptx"]:
+                        raise RuntimeError(f"{CASES[name].kernel}: the kept PTX is not that of the objects")
                     found = differing(interpreted(CASES[name], kernel), results[name])
                     ok &= not found
                     seconds = time.time() - started

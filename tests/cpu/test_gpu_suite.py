@@ -20,7 +20,7 @@ from tools.gpu_suite.shared_fields import SYSTEM_BYTES, field_at, fields, role_o
 from tools.ptxsim.kept import KEPT
 from trtllm_megamoe.presets import PRESETS
 from trtllm_megamoe.selftest.inputs import named_ids
-from vendored_kernels.sm90.config import TILES
+from vendored_kernels.sm90.config import TILES, fc1_steps, fc2_steps
 
 MODES = ["bf16", "nvfp4"]
 ONE_RANK, RANKS = KEPT["sm90_nvfp4"], KEPT["sm90_ranks3"]
@@ -135,8 +135,8 @@ def test_sanitized_launch_is_small_and_reaches_every_width(part: str, mode: str)
         own = rows[rank * spec.num_local_experts : (rank + 1) * spec.num_local_experts]
         own_blocks = sum(-(-count // widest) for count in own)
         tiles = own_blocks * (config.fc1_row_tiles + config.fc2_row_tiles)
-        fc1_stages = -(-spec.fc1_steps // config.steps_per_stage)
-        fc2_stages = -(-spec.fc2_steps // config.steps_per_stage)
+        fc1_stages = -(-fc1_steps(spec) // config.steps_per_stage)
+        fc2_stages = -(-fc2_steps(spec) // config.steps_per_stage)
         stages = own_blocks * (config.fc1_row_tiles * fc1_stages + config.fc2_row_tiles * fc2_stages)
         assert tiles / sanitized.CTAS > config.ring_slots
         assert stages / sanitized.CTAS > max(config.weight_stages, config.token_stages)

@@ -6,6 +6,7 @@ Shared by `tools/record_gpu_results.py`, which writes tests/data/recorded, and b
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,12 @@ from tools.ptxsim.kept import KEPT
 from tools.ptxsim.layers import KernelFile
 from tools.ptxsim.ranks import RankInput, run_ranks
 from vendored_kernels.common.layer import LayerSpec
+
+
+def ptx_digest(text: str) -> str:
+    """What says that two compilations are the same kernel, whatever the comments of its sources; of `plain` PTX."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
 
 RECORDED = Path(__file__).parent.parent / "data" / "recorded" / "h200.safetensors"
 

@@ -518,10 +518,9 @@ def _scale_view(pointer, layout):
 
 @cute.jit
 def mma_warp(cfg, bars, info: Int32, mma, smem, layouts, tmem, lane):
-    """Issue all MMAs, of a pair in the leader: per stage the scales to TMEM, then four steps of K 64.
+    """Issue all MMAs: per stage the scales to TMEM, then four steps of K 64; commits free stages and hand tiles over.
 
-    Commits free stages and hand tiles over.
-
+    Of a pair the leader's warp does it for both CTAs, and so gives ring entries back without leaving its CTA.
     A scale copy is ordered before later MMAs of the same thread, but not behind earlier ones: before a scale buffer is
     filled again, the commit of the stage that used it last must have arrived.
     """
