@@ -89,7 +89,7 @@ def test_rank_that_stops_before_a_step_ends_every_launch_with_a_record(build: st
 
 @pytest.mark.parametrize(("timeout_ns", "grid"), [(0, 2), (800, 4), (2500, 2), (7000, 4)])
 def test_waits_of_pairs_that_expire_at_any_moment_end_every_launch(timeout_ns: int, grid: int) -> None:
-    """They look at the clock after two polls instead of 1024: early, in the middle, in one CTA only. A hang is an error."""
+    """They look at the clock after two polls instead of 1024: early, or in one CTA only. A hang is an error."""
     case = RanksCase("sm100_pair_ranks2", RoutingKind.RANDOM, (5, 3))
     text, changed = re.subn(r"(setp\.(?:ne|eq)\.\w+\s+%p\d+, %r\d+), 1024;", r"\1, 2;", case.kernel.text)
     assert changed == 12  # two comparisons in each of six waits
