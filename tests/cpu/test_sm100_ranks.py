@@ -8,6 +8,8 @@ and fc1 output are compared as well as y.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.helpers.ranks_case import RanksCase
@@ -95,3 +97,14 @@ def test_ranks_of_pairs_gpu_scope_between_ranks_is_caught() -> None:
 @pytest.mark.parametrize("build", ["sm100_ranks2", "sm100_pair_ranks2"])
 def test_rank_that_stops_before_a_step_ends_every_launch_with_a_record(build: str, step: int, sites: set[int]) -> None:
     RanksCase(build, RoutingKind.RANDOM, (3, 2)).require_stop(step, sites)
+
+
+@pytest.mark.parametrize(("timeout_ns", "grid"), [(0, 2), (800, 4), (2500, 2), (7000, 4)])
+def test_waits_of_pairs_that_expire_at_any_moment_end_every_launch(timeout_ns: int, grid: int) -> None:
+    """They look at the clock after two polls instead of 1024: early, or in one CTA only. A hang is an error."""
+    case = RanksCase("sm100_pair_ranks2", RoutingKind.RANDOM, (5, 3))
+    text, changed = re.subn(r"(setp\.(?:ne|eq)\.\w+\s+%p\d+, %r\d+), 1024;", r"\1, 2;", case.kernel.text)
+    assert changed == 14  # two comparisons in each of seven waits
+    run = case.run(text, grid=grid, seed=grid, timeout_ns=timeout_ns, check_order=False, patience=2000)
+    if not any(error[0] for error in run.errors):
+        case.check(run)
