@@ -424,17 +424,16 @@ class Sm100MegaMoeNvfp4Kernel:
                 ptx.sts32(table + at.rows + i * 4, 0)
                 i = i + THREADS
             exchange.load_peers(cfg, ex, peers, tidx)
-        fence_before_sync()
-        pairs.sync_ctas(cfg)
-        fence_after_sync()
-        if const_expr(cfg.pair):  # the word may change at any time: a pair goes by what its leader has seen
+        if const_expr(cfg.pair):
+            pairs.sync_ctas(cfg)
+            # the word may change at any time: a pair goes by what its leader has seen
             aborted = cluster_lds32(of_cta(hold_at + 8, Int32(pairs.LEADER)))
             if warp == 0:  # the two allocate together, so each must know that the other runs
                 cute.arch.alloc_tmem(cfg.tmem_allocated, hold, True)
                 cute.arch.relinquish_tmem_alloc_permit(True)
-            fence_before_sync()
-            cute.arch.sync_threads()
-            fence_after_sync()
+        fence_before_sync()
+        cute.arch.sync_threads()
+        fence_after_sync()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, hold)
         if aborted == 0 and dry == 0:
             bank_index = launch & 1
