@@ -26,7 +26,7 @@ from microbench.needs import distinct, kernels_of
 from microbench.plan import DEFAULT_TOKENS, choose_case, count_ranks, make_points, make_settings
 from microbench.routing import RoutingName
 from microbench.runner import layer_configs, run_points
-from microbench.timing import Mode
+from microbench.timing import SETTLE_S, Mode
 from trtllm_megamoe import comm as communicators
 from trtllm_megamoe.cli.failure import EXIT_WRONG_ANSWER, Failure, debug_option, set_rank
 from trtllm_megamoe.comm import Communicator
@@ -149,7 +149,7 @@ _COUNTS = ListOf("n,n,...", _positive)
     "--settle",
     "settle_s",
     type=click.FloatRange(min=0),
-    default=0.2,
+    default=SETTLE_S,
     help="On a GPU: seconds of replays before the timed ones, at least, until clocks and power stay.",
 )
 @click.option("--seed", type=int, default=0)

@@ -28,7 +28,7 @@ from microbench.runner import (
     run_points,
 )
 from microbench.sources import open_source
-from microbench.timing import Mode, TimingSpec
+from microbench.timing import SETTLE_S, Mode, TimingSpec
 from trtllm_megamoe.comm import Communicator, single
 from trtllm_megamoe.config import EngineName, MegaMoeConfig
 from trtllm_megamoe.engines.registry import choose_engine, engine_device
@@ -56,7 +56,7 @@ def links_case(engine: str, ranks: int) -> Case:
 def links_settings(engine: EngineName, iters: int) -> Settings:
     """How its layers are timed."""
     return Settings(
-        engine=engine, activations="bf16", warmup=3, iters=iters, settle_s=0.2, seed=0, steps=1, num_layers=1,
+        engine=engine, activations="bf16", warmup=3, iters=iters, settle_s=SETTLE_S, seed=0, steps=1, num_layers=1,
         timeout_s=60.0, virtual_ranks=1, use_cuda_graph=engine == "cuda",
     )  # fmt: skip
 

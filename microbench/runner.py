@@ -393,6 +393,7 @@ def _check_and_time(
     with marked(f"check {name}"):
         check = _check_steps(first, point, steps, layers, source, settings, comm)
     timed: Timed | None = None
+    meet = _meeting_in(layers[0], comm)
     sampler, memory = ClockSampler(_clock_reader(layers[0], comm)), MemoryWatch(layers)
     if check.has_passed:
         rotation = math.lcm(len(layers), len(steps))
@@ -403,7 +404,7 @@ def _check_and_time(
             forwards_per_graph=rotation * math.ceil(MIN_FORWARDS_PER_GRAPH / rotation),
             timeout_s=settings.timeout_s,
             settle_s=settings.settle_s,
-            meet=_meeting_in(layers[0], comm),
+            meet=meet,
         )
         timer = choose_timer(layers[0].engine_name, settings.use_cuda_graph)
         with marked(f"time {name}"), sampler, memory:
@@ -415,7 +416,6 @@ def _check_and_time(
     clocks, held = comm.allgather((sampler.summary(), memory.summary()), settings.timeout_s)[0]
     found = None
     if settings.phases and check.has_passed:
-        meet = _meeting_in(layers[0], comm)
         found = phases.measure(layers[0], lambda: forward(0), first, comm, settings.timeout_s, meet)
     return _Outcome(check, bucket, timed, clocks, held, found)
 

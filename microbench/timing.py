@@ -17,6 +17,9 @@ import torch
 
 from trtllm_megamoe.comm import Communicator
 
+SETTLE_S = 0.2
+"""So long a GPU replays before anything is timed, unless a user says otherwise."""
+
 MEETINGS = 8
 """So many in a row last longer than the host needs to enqueue what is timed behind them."""
 

@@ -142,18 +142,14 @@ def _lint_exchange(lines: list[str], positions: Callable[[str], list[int]]) -> l
     """Faults of what crosses ranks: all at system scope; cells, and payload tags, behind a fence of the same thread."""
     faults = []
     if len(positions(r"^ld\.acquire\.sys\.global\.b64")) != 6:
-        faults.append(
-            "cells, tags and return counters must be polled with ld.acquire.sys, two loads in each wait"
-        )
+        faults.append("cells, tags and return counters must be polled with ld.acquire.sys, two loads in each wait")
     if len(positions(r"^red\.release\.sys\.global\.add\.u64")) != 1:
         faults.append("return counters must be raised with one red.release.sys")
     stores = positions(r"^st\.relaxed\.sys\.global\.b64")
     fences = positions(r"^fence\.acq_rel\.sys;")
     behind = {sum(fence < store for fence in fences) for store in stores}  # the compiler may unroll the loop over cells
     if len(fences) != 2 or behind != {1, 2}:
-        faults.append(
-            "size cells and payload tags must be stored with st.relaxed.sys, each behind a fence.acq_rel.sys"
-        )
+        faults.append("size cells and payload tags must be stored with st.relaxed.sys, each behind a fence.acq_rel.sys")
     if positions(r"^(st|red|atom)\.(relaxed|release|acq_rel)\.gpu\.global\S*\.(b64|u64)"):
         faults.append("a 64-bit flag is written at GPU scope: those cross ranks")
     return faults

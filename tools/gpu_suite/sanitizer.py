@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """compute-sanitizer's tools over the launches of `sanitized.py`, a process and a time limit each, and what they said.
 
-racecheck does not follow the phases of our mbarriers, so it reports every hand-over through them: ring entries that W
-fills and T completes, and the per-row words that T writes, all read by other warps. Those are expected and named here
-by field and writer; a hazard anywhere else, or with another writer, is `unexplained`.
+racecheck does not follow the phases of our mbarriers, so it reports hand-overs through them: stages of the two rings,
+ring entries that W fills and T completes, and the per-row words that T writes, all read by other warps. Those, and one
+word of T's own, are expected and named here by field and writer; a hazard anywhere else, or with another writer, is
+`unexplained`.
 """
 
 from __future__ import annotations
