@@ -7,8 +7,9 @@
 
 The newest file of microbench/results/hopper that holds a part (`bench`, `rivals`) counts, by its date; of a sweep on
 one GPU the directory microbench/results/sweep as `microbench sweep --out` left it, which then gives the presets' tables
-as well, and the rivals' where it was run with them; of several GPUs the newest report of tools/multigpu_suite.py for
-each number of GPUs in microbench/results/multigpu. No number of a table is written by hand.
+as well, and the rivals' where it was run with them; of skewed routing beside the rivals microbench/results/sweep-zipf;
+of several GPUs the newest report of tools/multigpu_suite.py for each number of GPUs in microbench/results/multigpu. No
+number of a table is written by hand.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tools.draw_sweeps import bench_rows, ranks_block, rival_rows, sweep_block
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "microbench/results/hopper"
 SWEEP = ROOT / "microbench/results/sweep"
+SKEWED = ROOT / "microbench/results/sweep-zipf"
 RANKS = ROOT / "microbench/results/multigpu"
 FIGURE = ROOT / "docs/hopper-floor.svg"
 
@@ -245,6 +247,12 @@ def sweep_text(directory: Path = SWEEP) -> str:
     return sweep_block(document, read(directory / "agreement.json"), read(directory / "axes.json"))
 
 
+def skewed_text(directory: Path = SKEWED) -> str:
+    """Every shape under skewed routing with the rivals beside it."""
+    bench, rivals = sweep_parts(directory)
+    return benchmarks_block(bench, rivals) if bench and rivals else "Skewed routing has not been run beside the rivals."
+
+
 def documents(directory: Path = RESULTS) -> dict[Path, str]:
     """Every drawn document as the results want it."""
     bench, rivals = parts(directory)
@@ -252,6 +260,7 @@ def documents(directory: Path = RESULTS) -> dict[Path, str]:
     over_ranks = "\n\n".join(blocks) or "The suite for several GPUs has not been run."
     readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks.md"))
     page = replaced(page, benchmarks_block(bench, rivals))
+    page = replaced(page, skewed_text(), "skewed ")
     page = replaced(replaced(page, sweep_text(), "sweep "), over_ranks, "ranks ")
     return {
         ROOT / "README.md": replaced(readme, readme_block(bench, rivals)),

@@ -138,9 +138,8 @@ VARIANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
     "staging": (
         "tokens are neither read nor written to the pool; their rows are placed and announced",
         (
-            Edit("kernel.py", "Int32(1) if own_tokens == 1 and warp", "Int32(1) if own_tokens == -1 and warp"),
-            Edit("kernel.py", "if own_tokens == 1 and const_expr", "if own_tokens == -1 and const_expr"),
-            Edit("staging.py", "while start < own_tokens:", "while start < own_tokens - (1 << 20):"),
+            Edit("kernel.py", "Int32(1) if own_tokens > 0 and warp", "Int32(1) if own_tokens > 1 << 20 and warp"),
+            Edit("staging.py", "range(own_tokens, unroll=1)", "range(own_tokens - (1 << 20), unroll=1)"),
         ),
     ),
     "top-k sum": (

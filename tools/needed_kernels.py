@@ -3,6 +3,7 @@
 
     python tools/needed_kernels.py sweep                       # microbench sweep on one GPU
     python tools/needed_kernels.py ranks --ranks 2             # tools/multigpu_suite.py --ranks 2
+    python tools/needed_kernels.py layers                      # the parts `layers-*` of tools/run_gpu_suite.py
     python tools/needed_kernels.py sweep ranks --compile DIR   # into the store DIR (TRTLLM_MEGAMOE_CACHE_DIR there)
 
 A machine with GPUs and a store filled like this needs neither the DSL nor a C compiler.
@@ -24,7 +25,7 @@ from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.kernels.hopper import kernel_name
 from vendored_kernels.sm90.config import KernelConfig
 
-RUNS = ("sweep", "ranks")
+RUNS = ("sweep", "ranks", "layers")
 
 
 def kernels_for(runs: list[str], ranks: int) -> list[KernelConfig]:
@@ -34,7 +35,19 @@ def kernels_for(runs: list[str], ranks: int) -> list[KernelConfig]:
         found += sweep_kernels(one_gpu(), 1)
     if "ranks" in runs:
         found += [*sweep_kernels(several_gpus(ranks), ranks), *test_kernels(ranks)]
+    if "layers" in runs:
+        found += [*layer_kernels(), *test_kernels(2), *test_kernels(8)]  # and processes on one GPU
     return distinct(found)
+
+
+def layer_kernels() -> list[KernelConfig]:
+    """What tests/gpu launches through the public layer: one rank, and virtual ranks."""
+    from tests.gpu import test_cuda_engine, test_cuda_ranks
+
+    found = [kernel for config in test_cuda_engine.configs() for kernel in kernels_of(config, 1)]
+    for config in test_cuda_ranks.configs():
+        found += kernels_of(config, test_cuda_ranks.RANKS, share_one_gpu=True)
+    return found
 
 
 def test_kernels(ranks: int) -> list[KernelConfig]:

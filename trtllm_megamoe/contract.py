@@ -16,6 +16,9 @@ from trtllm_megamoe.regions import Geometry, check_limits
 MAX_TOP_K = 16
 """Routes per token the kernels keep in registers; upstream's limit too."""
 
+MAX_HIDDEN_SIZE = 16384
+"""What the registers of a Hopper CTA hold of a token while it is staged; one rule for all engines."""
+
 
 SUPPORTED_SM = (90, 100, 103)
 """Compute capabilities the kernels are written for: Hopper (sm_90a), Blackwell (sm_100a, sm_103a)."""
@@ -143,8 +146,9 @@ def _shape_rejections(
     hidden_size: int | None, intermediate_size: int | None, num_experts: int | None, top_k: int | None
 ) -> list[tuple[RejectReason, str]]:
     found: list[tuple[RejectReason, str]] = []
-    if hidden_size is not None and hidden_size % 32:
-        found.append((RejectReason.SHAPE, f"hidden_size {hidden_size} must be a multiple of 32"))
+    if hidden_size is not None and (hidden_size % 32 or hidden_size > MAX_HIDDEN_SIZE):
+        detail = f"hidden_size {hidden_size} must be a multiple of 32, at most {MAX_HIDDEN_SIZE}"
+        found.append((RejectReason.SHAPE, detail))
     if intermediate_size is not None and intermediate_size % 16:
         found.append((RejectReason.SHAPE, f"intermediate_size {intermediate_size} must be a multiple of 16"))
     if top_k is not None and top_k > min(MAX_TOP_K, num_experts if num_experts is not None else MAX_TOP_K):

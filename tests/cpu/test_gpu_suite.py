@@ -146,17 +146,18 @@ def test_sanitized_launch_is_small_and_reaches_every_width(part: str, mode: str)
 def test_shared_fields_are_where_the_dsl_puts_them() -> None:
     expected = {
         "wfull": 0, "wempty": 72, "tfull": 144, "tempty": 216, "ifull": 288, "iempty": 352, "done": 416, "stamps": 480,
-        "info": 496, "control": 752, "maxima": 816, "rows": 1072, "table": 1328, "exchange": 2928, "staging": 2944,
-        "tokens": 6144, "weights": 43008,
+        "info": 496, "control": 752, "noted": 816, "rows": 896, "table": 1152, "exchange": 2752, "staging": 2816,
+        "tokens": 5120, "weights": 41984,
     }  # fmt: skip
     assert {field.name: field.offset for field in fields(ONE_RANK)} == expected
-    assert {field.name: field.offset for field in fields(RANKS)} == expected | {"staging": 3584}
+    moved = {"staging": 3328, "tokens": 6144, "weights": 43008}
+    assert {field.name: field.offset for field in fields(RANKS)} == expected | moved
 
 
 def test_field_at_masks_the_cluster_and_says_what_lies_outside() -> None:
     known = fields(ONE_RANK)
     assert field_at(SYSTEM_BYTES + 496 + 35, known) == ("info", 35)
-    assert field_at((1 << 24) + SYSTEM_BYTES + 1072, known) == ("rows", 0)
+    assert field_at((1 << 24) + SYSTEM_BYTES + 896, known) == ("rows", 0)
     assert field_at(0x10, known)[0] == "outside"
 
 
@@ -181,7 +182,7 @@ def _output(records: list[list[str]], ok: str = "true") -> str:
     return "\n".join(lines)
 
 
-INFO, ROWS, STAGING = (SYSTEM_BYTES + offset for offset in (496, 1072, 2944))
+INFO, ROWS, STAGING = (SYSTEM_BYTES + offset for offset in (496, 896, 2816))
 RING = [_record("RAW", INFO + i, ("Write", 256, 0x28C0), ("Read", 40, 0x94D0)) for i in range(4)]
 WORD = _record("WAR", ROWS + 5, ("Read", 40, 0x9500), ("Write", 290, 0x2960))
 
@@ -210,6 +211,27 @@ def test_racecheck_groups_hazards_by_field_and_sites_and_explains_ring_entries()
 def test_racecheck_any_other_hazard_is_unexplained(record: list[str]) -> None:
     said = sanitizer.judge("racecheck", 99, _output([*RING, record]), ONE_RANK)
     assert not said["ok"] and len(said["unexplained"]) == 1 and len(said["groups"]) == 1
+
+
+def test_racecheck_words_of_a_table_are_explained_by_place() -> None:
+    """Two words of the exchange's tables go from W to D at a barrier; other words do not."""
+    exchange = SYSTEM_BYTES + 2752
+    lost = exchange + 12 * RANKS.layer.ep_size
+    blocks = [_record("RAW", lost + i, ("Write", 256, 0x5090), ("Read", 384, 0xBD30)) for i in range(4, 12)]
+    said = sanitizer.judge("racecheck", 99, _output(blocks), RANKS)
+    assert said["ok"] and said["groups"][0]["hazards"] == 8
+    sent = _record("RAW", lost, ("Write", 256, 0x5090), ("Read", 384, 0xBD30))
+    assert not sanitizer.judge("racecheck", 99, _output([*blocks, sent]), RANKS)["ok"]
+
+
+def test_racecheck_with_hazards_that_were_not_printed_fails() -> None:
+    """The tool counts its summaries, one an instruction, beside the hazards."""
+    output = _output(RING).replace("(4 errors, 0 warnings)", "(4 errors, 1 warnings)")
+    assert not sanitizer.judge("racecheck", 99, output, ONE_RANK)["ok"]
+    summary = f"========= Error: Race reported between Write access at {NAME}+0x28c0\n"
+    pair = f"=========     and Read access at {NAME}+0x94d0 [4 hazards]\n"
+    said = sanitizer.judge("racecheck", 99, summary + pair + output, ONE_RANK)
+    assert said["ok"] and len(said["analysis"]) == 2 and NAME not in said["analysis"][0]
 
 
 def test_racecheck_without_hazards_passes_and_without_a_verdict_or_right_result_fails() -> None:
@@ -249,12 +271,12 @@ def test_sanitizer_runs_each_tool_in_a_process_of_its_own(monkeypatch: pytest.Mo
 
     def fake(command: list[str], limit_s: float) -> tuple[int, str]:
         seen.append((command, limit_s))
-        return 0, '{"ok": true}\n========= ERROR SUMMARY: 0 errors\n========= RACECHECK SUMMARY: 0 hazards displayed'
+        return 0, f"{_output([])}\n========= ERROR SUMMARY: 0 errors"
 
     monkeypatch.setattr(sanitizer, "watched", fake)
     found = list(sanitizer.run("exchange-sanitizer", MODES, tmp_path, ["synccheck", "racecheck"]))
     assert [(r["check"], r["mode"]) for r in found] == [(t, m) for m in MODES for t in ("synccheck", "racecheck")]
-    assert [limit for _, limit in seen] == [60.0, 280.0] * 2
+    assert [limit for _, limit in seen] == [60.0, 560.0] * 2
     assert set(run_gpu_suite.SANITIZERS) == set(sanitizer.TOOLS)
     assert set(run_gpu_suite.SANITIZER_PARTS) == set(sanitized.CASES)
     command = seen[1][0]

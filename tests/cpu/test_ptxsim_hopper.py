@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Hopper kernel's PTX in the interpreter: equal to the oracle, quiet when sound, loud when a fault is planted.
 
-tests/data/ptx holds the PTX of two small builds (README there), so that no compiler is needed.
+tests/data/ptx holds the PTX of three small builds (README there), so that no compiler is needed.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ import torch
 from tests.helpers.synthetic import RoutingKind, make_layer_tensors, make_routing, make_tokens, seeded
 from tools.ptxsim import OrderError, SimError
 from tools.ptxsim.layers import KernelFile, LayerRun
-from tools.ptxsim.mutate import Mutant, mutants
+from tools.ptxsim.mutate import Mutant, abort_seen_at_entry, mutants
 from tools.ptxsim.ranks import run_one_rank
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.reference.oracle import OracleOptions, OracleWeights, oracle_forward
+from vendored_kernels.common.sites import SITE_PEER
 
 DATA = Path(__file__).parent.parent / "data" / "ptx"
 
@@ -25,19 +27,19 @@ DATA = Path(__file__).parent.parent / "data" / "ptx"
 class Case:
     """One kernel with a layer, tokens and the oracle's answer."""
 
-    def __init__(self, mode: str, kind: RoutingKind, count: int) -> None:
-        self.kernel = KernelFile.load(DATA / f"sm90_{mode}.ptx")
+    def __init__(self, build: str, kind: RoutingKind, count: int) -> None:
+        self.kernel = KernelFile.load(DATA / f"sm90_{build}.ptx")
         layer = self.kernel.facts["layer"]
         hidden, experts = layer["hidden_size"], layer["num_local_experts"]
         generator = seeded(3)
         self.tensors = make_layer_tensors(generator, hidden, layer["intermediate_size"], experts)
         self.x = make_tokens(generator, count, hidden)
         self.routing = make_routing(generator, kind, count, experts, layer["top_k"])
-        options = OracleOptions.product(ActivationMode(mode))
+        options = OracleOptions.product(ActivationMode(layer["activation_mode"]))
         weights = OracleWeights.from_tensors(self.tensors)
         self.expected = oracle_forward(weights, self.x, self.routing.topk_ids, self.routing.topk_weights, options)
 
-    def run(self, text: str | None = None, *, seed: int = 0, launches: int = 1, **extra: int) -> LayerRun:
+    def run(self, text: str | None = None, *, seed: int = 0, launches: int = 1, **extra: Any) -> LayerRun:
         """Run the kernel, or another text of it."""
         kernel = self.kernel if text is None else KernelFile(text, self.kernel.facts)
         routing = self.routing
@@ -54,18 +56,19 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind", "count", "launches"),
+    ("build", "kind", "count", "launches"),
     [
         ("nvfp4", RoutingKind.MASKED_30, 11, 1),
         ("nvfp4", RoutingKind.DUPLICATES, 5, 2),
         ("nvfp4", RoutingKind.ALL_MASKED, 3, 1),
         ("bf16", RoutingKind.HOT_EXPERT, 9, 1),
         ("bf16", RoutingKind.MASKED_30, 0, 1),
+        ("wide", RoutingKind.MASKED_30, 13, 1),  # a token is more than one strip of each warp; six or seven a CTA
     ],
 )
-def test_hopper_kernel_ptx_equals_the_oracle(mode: str, kind: RoutingKind, count: int, launches: int) -> None:
+def test_hopper_kernel_ptx_equals_the_oracle(build: str, kind: RoutingKind, count: int, launches: int) -> None:
     """Bit for bit: sums of this size are exact in fp32, or round to the same bf16."""
-    case = Case(mode, kind, count)
+    case = Case(build, kind, count)
     run = case.run(seed=count, launches=launches)
     assert torch.equal(run.y.view(torch.int16), case.expected.view(torch.int16))
     assert run.error[0] == 0
@@ -113,3 +116,16 @@ def test_wait_that_never_ends_is_recorded_and_the_launch_ends(case: Case) -> Non
     run = case.run(fault_step=1, timeout_ns=20_000, check_order=False, patience=4000)
     assert run.error[0] == 1 and run.error[2] == 1
     assert (run.error[5], run.error[6]) == (3, 2)
+
+
+def test_abort_that_goes_up_while_a_launch_begins_does_not_split_a_cta(case: Case) -> None:
+    """The threads of a CTA meet the same barriers: one thread's view of the abort word holds for all."""
+    run = case.run(abort_seen_at_entry(case.kernel.text, "others"))
+    assert torch.equal(run.y.view(torch.int16), case.expected.view(torch.int16))
+    assert run.error[0] == 0
+
+
+def test_abort_that_only_some_ctas_see_at_entry_is_recorded(case: Case) -> None:
+    """The others give up at their first wait without a record of their own, and nobody is the last one out."""
+    run = case.run(abort_seen_at_entry(case.kernel.text, "other CTAs"), aborts=[1], check_order=False, patience=4000)
+    assert run.error[0] == 1 and run.error[2] == SITE_PEER and run.error[3] == 0

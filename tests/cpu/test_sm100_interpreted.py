@@ -13,8 +13,8 @@ import pytest
 from tests.helpers.sm100_case import Sm100Case
 from tests.helpers.synthetic import RoutingKind
 from tools.ptxsim import SimError
-from tools.ptxsim.mutate import mutants
-from vendored_kernels.common.sites import FAULT_STAGED
+from tools.ptxsim.mutate import abort_seen_at_entry, mutants
+from vendored_kernels.common.sites import FAULT_STAGED, SITE_PEER
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,20 @@ def test_blackwell_wait_that_never_ends_is_recorded_and_the_launch_ends(build: s
     case = Sm100Case(build, RoutingKind.RANDOM, 3)
     run = case.run(fault_step=FAULT_STAGED, timeout_ns=20_000, check_order=False, patience=4000)
     assert (run.error[0], run.error[2], run.error[5], run.error[6]) == (1, 1, 3, 2)
+
+
+@pytest.mark.parametrize("build", ["b32", "pair"])
+def test_blackwell_abort_that_goes_up_while_a_launch_begins_does_not_split_ctas(build: str) -> None:
+    case = Sm100Case(build, RoutingKind.RANDOM, 3)
+    case.check(case.run(abort_seen_at_entry(case.kernel.text, "others")))
+
+
+@pytest.mark.parametrize("build", ["b32", "pair"])
+def test_blackwell_abort_that_only_some_ctas_see_at_entry_is_recorded(build: str) -> None:
+    case = Sm100Case(build, RoutingKind.RANDOM, 3)
+    text = abort_seen_at_entry(case.kernel.text, "other CTAs")
+    run = case.run(text, grid=4, aborts=[1], check_order=False, patience=4000)
+    assert run.error[0] == 1 and run.error[2] == SITE_PEER
 
 
 @pytest.fixture(scope="module")

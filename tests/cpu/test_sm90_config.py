@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.check_kernels import WINDOW, expected_wgmma, lint_ptx
+from trtllm_megamoe.config import MegaMoeConfig
+from trtllm_megamoe.contract import MAX_HIDDEN_SIZE, judge
 from trtllm_megamoe.presets import PRESETS
 from vendored_kernels import launch, registry
 from vendored_kernels.common.layer import KernelConfigError, LayerSpec
@@ -43,6 +45,18 @@ def test_layer_illegal_field_is_refused_with_the_rule(change: dict[str, object],
 def test_layer_several_faults_are_all_named() -> None:
     with pytest.raises(KernelConfigError, match=r"hidden_size 1.*top_k 0"):
         dataclasses.replace(LAYER, hidden_size=1, top_k=0).check()
+
+
+def test_layer_wider_than_the_registers_hold_is_refused_by_every_tile_and_by_the_contract() -> None:
+    for tile in TILES.values():
+        KernelConfig(dataclasses.replace(LAYER, hidden_size=MAX_HIDDEN_SIZE), tile)
+        with pytest.raises(KernelConfigError, match=f"hidden_size 16416 must be at most {MAX_HIDDEN_SIZE}"):
+            KernelConfig(dataclasses.replace(LAYER, hidden_size=16416), tile)
+    config = MegaMoeConfig(
+        hidden_size=16416, intermediate_size=512, num_experts=16, top_k=6, max_tokens_per_rank=8, activations="bf16"
+    )
+    verdict = judge(config, 2)
+    assert not verdict.is_eligible and f"at most {MAX_HIDDEN_SIZE}" in verdict.describe()
 
 
 def test_tile_oversubscribed_registers_are_refused() -> None:

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA engine through the public layer on one Hopper GPU: oracle, graphs, reload, bounded waits.
 
-Kernels come from the cache (`TRTLLM_MEGAMOE_CACHE_DIR`); fill it with `python tests/gpu/test_cuda_engine.py DIR` on a
+Kernels come from the cache (`TRTLLM_MEGAMOE_CACHE_DIR`); `tools/needed_kernels.py layers --compile DIR` fills it on a
 machine that has the DSL.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.layer_cases import LayerCase, bits, make_case, oracle_of
-from trtllm_megamoe.cache.store import ObjectCache
+from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.cuda.engine import CudaEngine
 from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeTimeoutError
-from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.layer import MegaMoELayer
 from trtllm_megamoe.reference.metrics import rel_l2
 from vendored_kernels.common.sites import FAULT_STAGED
@@ -36,6 +32,11 @@ OPTIONS = [("nvfp4", "bf16"), ("bf16", "bf16"), ("nvfp4", "fp8"), ("nvfp4", "fp4
 def _case(kind: str = "random", num_tokens: int = 37, seed: int = 1, **config: object) -> LayerCase:
     fields: dict[str, object] = {"engine": "cuda", "max_tokens_per_rank": 64, "swiglu_limit": 10.0}
     return make_case(kind, ep_size=1, num_tokens=num_tokens, seed=seed, **(fields | config))
+
+
+def configs() -> list[MegaMoeConfig]:
+    """The layers of this file."""
+    return [_case(activations=mode, combine_format=fmt).config for mode, fmt in OPTIONS]
 
 
 def _on_gpu(case: LayerCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -147,7 +148,9 @@ def test_cuda_layer_wait_that_expires_ends_the_kernel_and_the_next_call_raises()
         engine._launches[bucket] = replace(launch, launch=partial(launch.launch, fault_step=FAULT_STAGED))
     layer.forward(*_on_gpu(case))
     torch.cuda.synchronize()
-    with pytest.raises(MegaMoeTimeoutError, match=r"staged tokens .* in launch 2: expected .* build the layer anew"):
+    # whoever misses the CTA first: its tokens, its part of an fc1 block, or its fc2 tiles
+    missed = r"(staged tokens|fc1 output block|fc2 tiles) .* in launch 2: expected .* build the layer anew"
+    with pytest.raises(MegaMoeTimeoutError, match=missed):
         layer.forward(*_on_gpu(case))
     with _layer(_case(activations="bf16")) as fresh:
         assert rel_l2(fresh.forward(*_on_gpu(case)).cpu(), oracle_of(case)) < TOLERANCE["bf16"]
@@ -157,18 +160,3 @@ def test_cuda_layer_cpu_tensors_are_refused() -> None:
     case = _case(activations="nvfp4")
     with _layer(case) as layer, pytest.raises(MegaMoeConfigError, match="engine 'cuda' expects cuda"):
         layer.forward(case.x, case.routing.topk_ids, case.routing.topk_weights)
-
-
-def compile_all(cache_dir: Path) -> None:
-    """Fill a cache with the kernels of this file."""
-    cases = [_case(activations=mode, combine_format=fmt) for mode, fmt in OPTIONS]
-    from trtllm_megamoe.buckets import BucketLadder
-
-    for case in cases:
-        spec = hopper.layer_spec(case.config, 1, ActivationMode(case.config.activations))
-        tiles = hopper.tiles_of_ladder(spec, BucketLadder.for_cap(case.config.max_tokens_per_rank), 132)
-        hopper.obtain(spec, tiles.values(), ObjectCache(cache_dir), lambda name, state: print(state, name, flush=True))
-
-
-if __name__ == "__main__":
-    compile_all(Path(sys.argv[1]))

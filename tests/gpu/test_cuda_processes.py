@@ -2,7 +2,7 @@
 """Ranks as processes: one leaves a launch out, one is killed; all of them on one GPU. With fewer GPUs
 than ranks they take turns on it (slow).
 
-Kernels come from the cache; `tools/needed_kernels.py ranks --ranks R --compile DIR` fills it.
+Kernels come from the cache; `tools/needed_kernels.py layers --compile DIR` fills it.
 """
 
 from __future__ import annotations

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA engine over virtual ranks: R layers in R threads on one GPU, through the public interface.
 
-Kernels come from the cache (`TRTLLM_MEGAMOE_CACHE_DIR`); fill it with `python tests/gpu/test_cuda_ranks.py DIR` on a
+Kernels come from the cache (`TRTLLM_MEGAMOE_CACHE_DIR`); `tools/needed_kernels.py layers --compile DIR` fills it on a
 machine that has the DSL.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.layer_cases import LayerCase, bits, make_case, oracle_of, with_splits
-from trtllm_megamoe.buckets import BucketLadder
-from trtllm_megamoe.cache.store import ObjectCache
 from trtllm_megamoe.comm import Communicator, run_threads
+from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.cuda.engine import CudaEngine
 from trtllm_megamoe.errors import MegaMoeAbortedError, MegaMoeError, MegaMoeTimeoutError
-from trtllm_megamoe.formats import ActivationMode
-from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.layer import MegaMoELayer, build_workspace
 from trtllm_megamoe.reference.metrics import rel_l2
 from vendored_kernels.common.sites import FAULT_PUBLISH
@@ -41,6 +36,11 @@ def _case(kind: str = "random", seed: int = 1, **config: object) -> LayerCase:
     fields: dict[str, object] = {"engine": "cuda", "max_tokens_per_rank": 64, "timeout_s": 10.0}
     case = make_case(kind, ep_size=RANKS, num_tokens=sum(SPLITS), seed=seed, **(fields | config))
     return with_splits(case, SPLITS)
+
+
+def configs() -> list[MegaMoeConfig]:
+    """The layers of this file."""
+    return [_case(activations=mode, combine_format=fmt).config for mode, fmt in OPTIONS]
 
 
 def _inputs(case: LayerCase, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,17 +116,3 @@ def test_virtual_ranks_one_that_stops_is_named_by_all_others() -> None:
     assert timeouts and all(f"size cells for rank {culprit}" in text for text in timeouts), texts
     fresh = _case(activations="nvfp4")  # the process can go on with a new layer
     assert rel_l2(_over_ranks(fresh), oracle_of(fresh)) < TOLERANCE["bf16"]
-
-
-def compile_all(cache_dir: Path) -> None:
-    """Fill a cache with the kernels of this file."""
-    num_ctas = 132 // RANKS
-    for mode, fmt in OPTIONS:
-        case = _case(activations=mode, combine_format=fmt)
-        spec = hopper.layer_spec(case.config, RANKS, ActivationMode(mode))
-        tiles = hopper.tiles_of_ladder(spec, BucketLadder.for_cap(case.config.max_tokens_per_rank), num_ctas)
-        hopper.obtain(spec, tiles.values(), ObjectCache(cache_dir), lambda name, state: print(state, name, flush=True))
-
-
-if __name__ == "__main__":
-    compile_all(Path(sys.argv[1]))

@@ -38,6 +38,18 @@ def test_committed_tables_are_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == wanted, "run python tools/draw_results.py"
 
 
+@pytest.mark.parametrize("directory", [draw_results.SWEEP, draw_results.SKEWED], ids=lambda path: path.name)
+def test_no_rival_is_faster_at_any_point_as_the_page_says(directory: Path) -> None:
+    bench, rivals = draw_results.sweep_parts(directory)
+    assert bench is not None and rivals is not None
+    best = {(r["shape"], r["routing"], r["rows"]): r["sustained_ms"] for r in bench.rows if r["mode"] == "bf16"}
+    timed = [row for row in rivals.rows if row["sustained_ms"] is not None]
+    points = {(row["shape"], row["routing"], row["rows"]) for row in timed}
+    slower = [row for row in timed if row["sustained_ms"] > best[row["shape"], row["routing"], row["rows"]]]
+    assert len(slower) == len(timed)
+    assert f"all {len(points)} points" in (draw_results.ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+
+
 def test_newest_result_of_a_part_counts(tmp_path: Path) -> None:
     for name, date, command in (("b", "2026-11-01", "old"), ("a", "2026-11-02", "new"), ("c", "2026-11-03", "checks")):
         part = "goldens" if command == "checks" else "bench"

@@ -30,7 +30,7 @@ TILE = "h8"
 CTAS = 4
 """Of each rank."""
 
-PATIENCE_NS = 280_000_000_000
+PATIENCE_NS = 1_200_000_000_000
 """What a wait of the kernel grants: instrumented code is slow."""
 
 _OPTIONS: dict[str, Any] = {

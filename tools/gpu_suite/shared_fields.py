@@ -26,7 +26,7 @@ _ROOT = Path(vendored_kernels.__file__).parent
 _ELEMENT_BYTES = {"Int64": 8, "Int32": 4, "Uint8": 1}
 _CONSTANTS = {
     "stamps.SHARED_BYTES": "common/stamps.py",
-    "staging.BATCH_TOKENS": "sm90/staging.py",
+    "staging.NOTED_WORDS": "sm90/staging.py",
     "CONTROL_BYTES": "common/units.py",
 }
 """Numbers that the fields' sizes are made of -> the file that says them."""
@@ -75,11 +75,17 @@ def _evaluate(size: str, config: KernelConfig) -> int:
     names: dict[str, Any] = {"cfg": config, "tile": config.tile, "max": max, "__builtins__": {}}
     for name, path in _CONSTANTS.items():
         if name in size:
-            value = re.search(rf"^{name.split('.')[-1]} = (\d+)$", (_ROOT / path).read_text("utf-8"), re.MULTILINE)
-            if value is None:
-                raise ValueError(f"{path} does not say {name}")
-            size = size.replace(name, value[1])
+            size = size.replace(name, str(_constant(name.split(".")[-1], path)))
     return int(eval(size, names))  # an expression of our own source
+
+
+def _constant(name: str, path: str) -> int:
+    """A number that a file says, perhaps by others that it says."""
+    said = re.search(rf"^{name} = (.+)$", (_ROOT / path).read_text("utf-8"), re.MULTILINE)
+    if said is None:
+        raise ValueError(f"{path} does not say {name}")
+    others = {other: _constant(other, path) for other in re.findall(r"[A-Z][A-Z_]+", said[1])}
+    return int(eval(said[1], {"__builtins__": {}}, others))
 
 
 def field_at(address: int, known: list[Field]) -> tuple[str, int]:

@@ -27,6 +27,7 @@ TILE = TileConfig("t8", (8,), 128, 2, 232, 40)
 KEPT: dict[str, KernelConfig] = {
     "sm90_nvfp4": KernelConfig(LayerSpec(128, 64, 3, 2, "nvfp4"), TILE),
     "sm90_bf16": KernelConfig(LayerSpec(128, 64, 3, 2, "bf16"), TILE),
+    "sm90_wide": KernelConfig(LayerSpec(2080, 64, 2, 2, "bf16"), TILE),
     "sm90_ranks2": KernelConfig(LayerSpec(128, 64, 2, 2, "bf16", ep_size=2), TILE),
     "sm90_ranks3": KernelConfig(LayerSpec(128, 64, 1, 2, "nvfp4", ep_size=3), TILE),
 }

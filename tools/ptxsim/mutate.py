@@ -69,3 +69,23 @@ def mutants(text: str, kinds: tuple[str, ...] = ()) -> Iterator[Mutant]:
             new = lines.copy()
             new[number] = changed + ";" if changed else ""
             yield Mutant(kind, number + 1, statement, "\n".join(new))
+
+
+def abort_seen_at_entry(text: str, by: str) -> str:
+    """The text as if the abort word had gone up while a launch begins: some see it at entry and some do not.
+
+    `by` "others": all but the first thread of the CTA, of a pair of CTAs the leader's, see it; none goes by what these
+    see. "other CTAs": all CTAs but the first (pair) see it. At entry each thread loads T, launch number, abort word.
+    """
+    load = r"^\tld\.global\.b{}\s+(%\w+), \[%rd\d+\];\n"
+    entry = re.search(load.format(32) + load.format(64) + load.format(32), text, re.MULTILINE)
+    if entry is None:
+        raise ValueError("the three loads at entry are not where they were")
+    pair = "barrier.cluster" in text
+    if by == "others":
+        who = f"mov.u32 a, %tid.x; and.b32 c, c, {int(pair)}; or.b32 a, a, c;"
+    else:
+        who = f"shr.u32 a, c, {int(pair)};"
+    sees = f"setp.ne.s32 p, a, 0; selp.b32 {entry[3]}, 1, 0, p;"
+    added = f"{{.reg .pred p; .reg .b32 a, c; mov.u32 c, %ctaid.x; {who} {sees}}}\n"
+    return text[: entry.end()] + added + text[entry.end() :]

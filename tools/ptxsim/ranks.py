@@ -85,6 +85,11 @@ class _Rank:
         found = self.table[region]
         self.memory.allow_races(self.bases[found.space] + found.offset_bytes, found.num_bytes)
 
+    def abort(self, word: int) -> None:
+        """Some rank has given up before the launch."""
+        offset = self.table["abort"].offset_bytes
+        self.memory.view(self.name("shared space"))[offset : offset + 4].view("<i4")[0] = word
+
     def add_maps(self, kernel: KernelFile) -> None:
         """The arguments that the driver makes of addresses; last, when all of them are known."""
         numbers = {name: value for name, value in self.values.items() if isinstance(value, int)}
@@ -120,6 +125,7 @@ def run_ranks(
     launches: int = 1,
     check_order: bool = True,
     fault_steps: Sequence[int] = (),
+    aborts: Sequence[int] = (),
     timeout_ns: int = TIMEOUT_NS,
     max_rounds: int = 20000,
     patience: int = PATIENCE,
@@ -130,6 +136,7 @@ def run_ranks(
         tensors: checkpoint tensors of all experts, by canonical names.
         max_tokens: the cap that fixes the workspace's strides.
         fault_steps: per rank, the step before which it stops (0: none), as the kernel's argument.
+        aborts: per rank, what its abort word holds already.
     """
     layer = kernel.facts["layer"]
     ranks, local_experts = layer["ep_size"], layer["num_local_experts"]
@@ -151,6 +158,8 @@ def run_ranks(
     memory = GlobalMemory(1 << 23)
     table = RegionTable(geometry)
     members = [_Rank(memory, table, kernel, rank) for rank in range(ranks)]
+    for member, word in zip(members, aborts, strict=False):
+        member.abort(word)
     bases = [member.bases["shared"] for member in members] if ranks > 1 else [0]  # one rank has addresses
     peers = torch.tensor(bases, dtype=torch.int64)
     scales = scale_table(tensors, ranks * local_experts, layer["activation_mode"], family.accumulator_shift)

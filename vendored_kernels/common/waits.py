@@ -19,7 +19,7 @@ POLLS_PER_CHECK = 1024
 LAUNCH, TOKENS, RANK, ERROR, ABORT, TIMEOUT, PEERS, ABORT_AT, GIVEN_UP, CTAS = 0, 8, 12, 16, 24, 32, 40, 48, 56, 60
 """Bytes of the control block: u64 finished launches; i32 tokens, rank; addresses of the error record and of this rank's
 abort word; u64 timeout in ns; address of the table of shared bases; the abort word's offset behind a base; i32 whether
-T gave up, CTAs of the rank."""
+T gave up (Hopper, at first: the abort word as thread 0 saw it at entry), CTAs of the rank."""
 
 COUNT_BITS = 24
 """A size cell: the launch's tag above, the count in so many low bits."""

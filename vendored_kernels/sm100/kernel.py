@@ -72,7 +72,7 @@ Synchronisation contract, every kernel
     exit ticket,     last CTA out: atom.acq_rel.gpu; it stores     next launch: plain ld               the last CTA
     epoch, expected  them
     error, abort     first failure: exch, st; then st.release.sys  every wait: ld.acquire.sys;         host
-                     to every rank's abort word                    at entry: plain ld
+                     to every rank's abort word                    a CTA's thread 0 at entry: plain ld
 Pairs, beside the above (all in shared memory; barriers initialised, then a cluster barrier)
     ring entry,      leader's W, T: st.shared::cluster,            mbarrier.try_wait.acquire.cluster   as read
     row facts        mbarrier.arrive.release.cluster
@@ -135,7 +135,7 @@ from ..common.waits import (
 )
 from . import epilogue, mainloop, pairs, staging
 from .config import EPILOGUE_WARPS, K_STAGE, RING_SLOTS, STAGING_WARPS, THREADS, KernelConfig
-from .instructions import cluster_lds32, fence_after_sync, fence_before_sync, of_cta
+from .instructions import fence_after_sync, fence_before_sync
 
 STAGING_BARRIER = 9
 """Named barrier of the staging warps; 1 is the epilogue's own, 10 the four other warps', 11 theirs and the helpers'."""
@@ -349,7 +349,7 @@ class Sm100MegaMoeNvfp4Kernel:
         )
         info, rows_at = Int32(memory.info.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
         table, buffer = Int32(memory.table.data_ptr().toint()), Int32(memory.buffer.data_ptr().toint())
-        hold = memory.hold.data_ptr()  # TMEM address, the number of fc2 tiles, whether some rank has aborted (pairs)
+        hold = memory.hold.data_ptr()  # TMEM address, the number of fc2 tiles, whether some rank has aborted
         hold_at = Int32(hold.toint())
         la, lb, lsa, lsb = layouts
         smem = (
@@ -397,10 +397,11 @@ class Sm100MegaMoeNvfp4Kernel:
         abort = abort_at
         if const_expr(cfg.exchange):
             abort = ptx.ldg64(peers + Int64(rank) * 8) + abort_at
-        # One round trip for all three; the launch number's parity picks the bank.
-        tokens, launch, aborted = ptx.ldg32(num_tokens), ptx.ldg32(epoch), ptx.ldg32(abort)
+        # One round trip for all three. The abort word may go up at any time: what thread 0 has seen, of a pair the
+        # leader's, holds for all.
+        tokens, finished, aborted = ptx.ldg32(num_tokens), ptx.ldg64(epoch), ptx.ldg32(abort)
         if tidx == 0:  # what waits and the end of the launch need
-            ptx.sts64(control + LAUNCH, ptx.ldg64(epoch))
+            ptx.sts64(control + LAUNCH, finished)
             ptx.sts32(control + TOKENS, tokens)
             ptx.sts32(control + RANK, rank)
             ptx.sts64(control + ERROR, error)
@@ -410,9 +411,7 @@ class Sm100MegaMoeNvfp4Kernel:
             ptx.sts64(control + ABORT_AT, abort_at)
             ptx.sts32(control + GIVEN_UP, 0)
             ptx.sts32(control + CTAS, gdim)
-            if const_expr(cfg.pair):
-                if cta == pairs.LEADER:
-                    ptx.sts32(hold_at + 8, aborted)
+            ptx.sts32(hold_at + 8, aborted)
         i = tidx
         while i < const_expr(cfg.route_table_experts if cfg.exchange else slots):
             ptx.sts32(counts + i * 4, 0)
@@ -426,8 +425,6 @@ class Sm100MegaMoeNvfp4Kernel:
             exchange.load_peers(cfg, ex, peers, tidx)
         if const_expr(cfg.pair):
             pairs.sync_ctas(cfg)
-            # the word may change at any time: a pair goes by what its leader has seen
-            aborted = cluster_lds32(of_cta(hold_at + 8, Int32(pairs.LEADER)))
             if warp == 0:  # the two allocate together, so each must know that the other runs
                 cute.arch.alloc_tmem(cfg.tmem_allocated, hold, True)
                 cute.arch.relinquish_tmem_alloc_permit(True)
@@ -435,8 +432,9 @@ class Sm100MegaMoeNvfp4Kernel:
         cute.arch.sync_threads()
         fence_after_sync()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, hold)
+        aborted = pairs.leader_word(cfg, hold_at + 8)
         if aborted == 0 and dry == 0:
-            bank_index = launch & 1
+            bank_index = Int32(finished) & 1
             bank = counters + Int64(tiles.FIRST_BANK + bank_index * tiles.BANK_WORDS) * 4
             ready_bank = ready + Int64(bank_index * ready_words) * 4
             pool_bank = pool_ready + Int64(bank_index * pool_ready_words) * 4
@@ -699,7 +697,7 @@ class Sm100MegaMoeNvfp4Kernel:
                             ptx.stg64(epoch, ptx.lds64(control + LAUNCH) + 1)
                         else:
                             record_departure(control)
-        elif dry == 0 and bidx == 0 and tidx == 0:
+        elif dry == 0 and tidx == 0:  # every CTA: others of this rank may have entered just before the abort
             record_departure(control)
         fence_before_sync()
         pairs.sync_ctas(cfg)  # nobody may touch TMEM after this point, nor the other CTA of a pair

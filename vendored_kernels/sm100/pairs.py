@@ -61,6 +61,17 @@ def wait(cfg, barrier, phase):
 
 
 @cute.jit
+def leader_word(cfg, address: Int32):
+    """A word of the leader's shared memory; behind `sync_ctas` or a hand-over."""
+    word = Int32(0)
+    if const_expr(cfg.pair):
+        word = instructions.cluster_lds32(instructions.of_cta(address, Int32(LEADER)))
+    else:
+        word = ptx.lds32(address)
+    return word
+
+
+@cute.jit
 def store_to_both(cfg, address: Int32, value, more: cutlass.Constexpr = 0):
     """The leader stores a word here, and plus `more` at the same place of the other CTA."""
     ptx.sts32(address, value)

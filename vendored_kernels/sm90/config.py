@@ -37,6 +37,12 @@ MIN_STAGES = 3
 PASS_TOKENS = 64
 """Tokens an epilogue takes through its staging buffer at a time."""
 
+STRIP_COLUMNS = 256
+"""Columns of a token that a warp stages at a time: 16 bytes a lane. The math warps take a token's strips in turns."""
+
+MAX_STRIPS = 8
+"""Strips of a token in one warp's registers, twice: of the token that is stored and of the next one."""
+
 MAX_TOKEN_WIDTHS = 4
 
 STAGE_WEIGHT_BYTES = 2 * RECORD_BYTES
@@ -138,6 +144,12 @@ class KernelConfig:
     def __post_init__(self) -> None:
         self.layer.check()
         self.tile.check()
+        if self.staged_strips > MAX_STRIPS:
+            most = MAX_STRIPS * STRIP_COLUMNS * self.tile.math_warpgroups * 4
+            raise KernelConfigError(
+                f"layer: hidden_size {self.layer.hidden_size} must be at most {most}, what the registers of "
+                f"{self.tile.math_warpgroups} math warpgroups hold of a token"
+            )
         asked = 128 * self.math_registers * self.tile.math_warpgroups
         asked += self.producer_registers * (self.threads - 128 * self.tile.math_warpgroups)
         if asked > self.launch_registers * self.threads:  # an oversubscribed setmaxnreg hangs the GPU
@@ -205,6 +217,11 @@ class KernelConfig:
         left = self.launch_registers * self.threads // 128 - others * self.producer_registers
         left = left // self.tile.math_warpgroups // 8 * 8
         return min(self.tile.math_registers, left) if self.exchange else self.tile.math_registers
+
+    @property
+    def staged_strips(self) -> int:
+        """Strips of a token that each math warp stages."""
+        return -(-self.layer.hidden_size // (STRIP_COLUMNS * self.tile.math_warpgroups * 4))
 
     # ------------------------------------------------------------------------------------------------ shared memory
     @property

@@ -7,11 +7,11 @@ Purpose
     in wire format straight to the token owners, top-k sum there. Weights stay NVFP4 in HBM and shared memory and are
     decoded exactly to f16 registers. The protocol between ranks: docs/protocol.md.
 Supported
-    1 to 16 ranks that can address each other's memory, whatever tile configuration each of them runs; H multiple of 32,
-    I multiple of 16, up to 256 local experts, top_k up to 16, any token count including 0 (read from device memory, so
-    one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range) and duplicate
-    entries, at most four token widths per launch, whole (256-row) and half (128-row) tiles. For measuring and the
-    sanitizer: all ranks in one launch on one GPU (`all_ranks`), time stamps of every CTA (`timestamps`).
+    1 to 16 ranks that can address each other's memory, whatever tile configuration each of them runs; H multiple of 32
+    up to 16384, I multiple of 16, up to 256 local experts, top_k up to 16, any token count including 0 (read from device
+    memory, so one captured graph serves every T of its bucket), ids int32 or int64 with masked (out of range) and
+    duplicate entries, at most four token widths per launch, whole (256-row) and half (128-row) tiles. For measuring and
+    the sanitizer: all ranks in one launch on one GPU (`all_ranks`), time stamps of every CTA (`timestamps`).
 Not supported
     Grids that are not fully resident (every CTA must run at once).
 Operands (addresses; R rows of the pool, T tokens, E experts of this rank, K top_k)
@@ -56,7 +56,7 @@ Synchronisation contract, every kernel
     epoch, expected  CTA stores them
     x, ids, weights  previous kernel of the stream                 plain ld                            stream
     error, abort     first failure: exch, st; then st.release.sys  every wait: ld.acquire.sys;         host
-                     to every rank's abort word                    at entry: plain ld
+                     to every rank's abort word                    a CTA's thread 0 at entry: plain ld
 One rank
     pool, row_*      math: st, fence.proxy.async, CTA barrier,     T: ld.acquire.gpu,                  stream
                      one red.release.gpu on `staged`               fence.proxy.async, TMA
@@ -216,7 +216,7 @@ class Sm90MegaMoeNvfp4Kernel:
             stamps: cute.struct.MemRange[Int64, stamps.SHARED_BYTES // 8]
             info: cute.struct.Align[cute.struct.MemRange[Int32, cfg.ring_slots * 8], 16]
             control: cute.struct.Align[cute.struct.MemRange[Int32, CONTROL_BYTES // 4], 16]
-            maxima: cute.struct.Align[cute.struct.MemRange[Int32, staging.BATCH_TOKENS], 16]
+            noted: cute.struct.Align[cute.struct.MemRange[Int32, staging.NOTED_WORDS], 16]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, cfg.ring_slots * tile.widest * cfg.row_words], 16]
             table: cute.struct.Align[cute.struct.MemRange[Int32, cfg.table_words], 16]
             exchange: cute.struct.Align[cute.struct.MemRange[Int32, max(cfg.exchange_words, 4)], 16]
@@ -355,7 +355,7 @@ class Sm90MegaMoeNvfp4Kernel:
         bars = (wfull, wempty, tfull, tempty, ifull, iempty, done)
         info = Int32(memory.info.data_ptr().toint())
         table, rows_at = Int32(memory.table.data_ptr().toint()), Int32(memory.rows.data_ptr().toint())
-        maxima, control = Int32(memory.maxima.data_ptr().toint()), Int32(memory.control.data_ptr().toint())
+        noted, control = Int32(memory.noted.data_ptr().toint()), Int32(memory.control.data_ptr().toint())
         staging_at, weights_at = Int32(memory.staging.data_ptr().toint()), Int32(memory.weights.data_ptr().toint())
         ex = Int32(memory.exchange.data_ptr().toint())
         stamps_at = Int32(memory.stamps.data_ptr().toint())
@@ -388,10 +388,10 @@ class Sm90MegaMoeNvfp4Kernel:
         abort = abort_at
         if const_expr(cfg.exchange):
             abort = ptx.ldg64(peers + Int64(rank) * 8) + abort_at
-        # One round trip for all three; the launch number's parity picks the bank.
-        tokens, launch, aborted = ptx.ldg32(num_tokens), ptx.ldg32(epoch), ptx.ldg32(abort)
-        if tidx == 0:  # what waits and the end of the launch need; registers are too precious for it
-            ptx.sts64(control + LAUNCH, ptx.ldg64(epoch))
+        # One round trip for all three. The abort word may go up at any time: what thread 0 has seen holds for the CTA.
+        tokens, finished, aborted = ptx.ldg32(num_tokens), ptx.ldg64(epoch), ptx.ldg32(abort)
+        if tidx == 0:  # what is needed later; registers are too precious for it
+            ptx.sts64(control + LAUNCH, finished)
             ptx.sts32(control + TOKENS, tokens)
             ptx.sts32(control + RANK, rank)
             ptx.sts64(control + ERROR, error)
@@ -399,9 +399,9 @@ class Sm90MegaMoeNvfp4Kernel:
             ptx.sts64(control + TIMEOUT, timeout_ns)
             ptx.sts64(control + PEERS, peers)
             ptx.sts64(control + ABORT_AT, abort_at)
-            ptx.sts32(control + GIVEN_UP, 0)
+            ptx.sts32(control + GIVEN_UP, aborted)
             ptx.sts32(control + CTAS, gdim)
-            ptx.sts32(maxima, 0)
+            staging.clear_maxima(noted)
         i = tidx
         while i < const_expr(cfg.route_table_experts if cfg.exchange else cfg.table_experts):
             ptx.sts32(counts + i * 4, 0)
@@ -415,11 +415,8 @@ class Sm90MegaMoeNvfp4Kernel:
             exchange.load_peers(cfg, ex, peers, tidx)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        aborted = ptx.lds32(control + GIVEN_UP)
         if aborted == 0 and dry == 0:
-            bank_index = launch & 1
-            bank = counters + Int64(FIRST_BANK + bank_index * BANK_WORDS) * 4
-            ready_bank = ready + Int64(bank_index * ready_words) * 4
-            pool_bank = pool_ready + Int64(bank_index * pool_ready_words) * 4
             first_token = tokens * bidx // gdim
             own_tokens = tokens * (bidx + 1) // gdim - first_token
             staging_ctas = tokens if tokens < gdim else gdim  # those with at least one token
@@ -431,11 +428,8 @@ class Sm90MegaMoeNvfp4Kernel:
                 elif tokens >= gdim:  # CTA 0 has tokens of its own
                     staging_ctas = gdim - 1
             staging_ctas = staging_ctas + (Int32(1) if fault_step == FAULT_STAGED else Int32(0))
-            one_token = const_expr(staging.takes_one_token(cfg))
-            noted = maxima + 64
-            if const_expr(one_token):  # while routes are counted
-                wanted = Int32(1) if own_tokens == 1 and warp < math_warps else Int32(0)
-                loaded, inside = staging.load_one_token(cfg, x, first_token, wanted, warp, lane)
+            wanted = Int32(1) if own_tokens > 0 and warp < math_warps else Int32(0)
+            first = staging.load_token(cfg, x, first_token, wanted, warp, lane)  # while routes are counted
             routing.count_routes(
                 layer.num_experts,
                 cfg.threads,
@@ -458,6 +452,10 @@ class Sm90MegaMoeNvfp4Kernel:
                     stamps.event(stamps_at, timeline.COUNTED)
             if warp >= math_warps:
                 cute.arch.setmaxregister_decrease(cfg.producer_registers)
+                bank_index = ptx.lds32(control + LAUNCH) & 1
+                bank = counters + Int64(FIRST_BANK + bank_index * BANK_WORDS) * 4
+                ready_bank = ready + Int64(bank_index * ready_words) * 4
+                pool_bank = pool_ready + Int64(bank_index * pool_ready_words) * 4
                 # Thread numbers are read again in each branch: kept over all of it, they would be spilled.
                 producer = ptx.thread_index() - math_warps * 32
                 role_lane = producer % 32
@@ -625,33 +623,21 @@ class Sm90MegaMoeNvfp4Kernel:
                         first_route,
                         own_routes,
                         tidx,
-                        layer.top_k if one_token else 0,
-                        noted,
+                        layer.top_k,
+                        noted + staging.MAXIMA * 4,
                     )
-                if own_tokens == 1 and const_expr(one_token):
-                    staging.stage_one_token(
-                        cfg, loaded, inside, target, noted, maxima, scales, row_scale, first_token, warp, lane
-                    )
-                else:
-                    if const_expr(not cfg.exchange):  # each warp reads rows that others have placed
-                        cute.arch.barrier(barrier_id=staging.MATH_BARRIER, number_of_threads=math_warps * 32)
-                    if const_expr(layer.activation_mode == "nvfp4"):
-                        qs = ptx.as_float(ptx.ldg32(scales + layer.num_local_experts * 16))
-                        staging.stage_nvfp4(cfg, x, target, route_rows, qs, first_token, own_tokens, warp, lane)
-                    else:
-                        staging.stage_bf16(
-                            cfg, x, target, route_rows, row_scale, maxima, first_token, own_tokens, warp, lane, tidx
-                        )
+                staging.stage_tokens(
+                    cfg, x, first, target, route_rows, noted, scales, row_scale, first_token, own_tokens, warp, lane
+                )
                 if const_expr(not cfg.exchange):
                     ptx.fence_proxy_async()
                 cute.arch.barrier(barrier_id=staging.MATH_BARRIER, number_of_threads=math_warps * 32)
                 if const_expr(cfg.exchange):
                     if bidx == 0:
                         cute.arch.barrier_arrive(barrier_id=STAGED_BARRIER, number_of_threads=cfg.offer_barrier_threads)
-                    elif tidx == 0 and own_tokens > 0:
-                        ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
-                elif tidx == 0 and own_tokens > 0:
-                    ptx.flag_add_release_gpu(bank + STAGED * 4, 1)
+                if tidx == 0 and own_tokens > 0 and (bidx > 0 or const_expr(not cfg.exchange)):
+                    at_bank = FIRST_BANK + (ptx.lds32(control + LAUNCH) & 1) * BANK_WORDS
+                    ptx.flag_add_release_gpu(counters + Int64(at_bank + STAGED) * 4, 1)
                 if const_expr(cfg.timestamps):
                     if tidx == 0:
                         stamps.event(stamps_at, timeline.STAGED)
@@ -721,7 +707,7 @@ class Sm90MegaMoeNvfp4Kernel:
                             record_departure(control)
                     if const_expr(cfg.timestamps):
                         stamps.leave(stamps_at)
-        elif dry == 0 and bidx == 0 and tidx == 0:
+        elif dry == 0 and tidx == 0:  # every CTA: others of this rank may have entered just before the abort
             record_departure(control)
 
     @cute.jit
