@@ -72,6 +72,10 @@ class ScratchLayer:
             raise MegaMoeVerificationError("the profiling workspaces were forgotten while they were in use")
         return self._layer.forward(x, topk_ids, topk_weights, max_tokens_over_ranks)
 
+    def raise_if_failed(self) -> None:
+        """See :meth:`MegaMoELayer.raise_if_failed`."""
+        self._layer.raise_if_failed()
+
     def close(self) -> None:
         """End the tuning and give the scratch back."""
         self._book.end_tuning()

@@ -409,6 +409,8 @@ def _check_and_time(
         timer = choose_timer(layers[0].engine_name, settings.use_cuda_graph)
         with marked(f"time {name}"), sampler, memory:
             timed = timer(forward, spec, comm)
+        for layer in layers:
+            layer.raise_if_failed()  # replays of a failed launch are short, and leave the output as it was
         check = _check_again(check, first, timed.repeated, comm, settings.timeout_s)
     if not check.has_passed:
         timed = None

@@ -201,6 +201,7 @@ class MegaMoELayer:
 
         Raises:
             MegaMoeStateError: No weights are loaded.
+            MegaMoeTimeoutError, MegaMoeAbortedError: As for :meth:`forward`.
 
         Collective: yes, every rank. Graph-safe: no, call it before the capture. Source: pitfall B44.
         """
@@ -214,6 +215,7 @@ class MegaMoELayer:
             self._engine.forward(x, topk_ids, topk_weights, bucket)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        self.raise_if_failed()
         seconds = time.perf_counter() - started
         logger.info("rank %d: %d buckets prepared in %.2f s", self.ep_rank, len(self.ladder.rungs), seconds)
 
@@ -302,6 +304,20 @@ class MegaMoELayer:
         return self._engine.forward(x.contiguous(), topk_ids, topk_weights, bucket)
 
     __call__ = forward
+
+    def raise_if_failed(self) -> None:
+        """Raise what an earlier launch on this layer's workspace reported, replays of captured graphs included.
+
+        :meth:`forward` looks by itself, but no Python runs in a replay: once a launch has failed, later replays leave
+        at once and their results are not valid. A loop of replays calls this where it waits for the device anyway.
+
+        Raises:
+            MegaMoeTimeoutError, MegaMoeAbortedError, MegaMoeRankDivergenceError: As for :meth:`forward`, for any launch
+                that the device has finished.
+
+        Collective: no. Graph-safe: it reads host memory only; call it outside of captures. Source: requirement R31.
+        """
+        self._engine.raise_if_failed()
 
     def close(self) -> None:
         """Give the workspace back if it is the layer's own. Idempotent; with MPI every rank closes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from trtllm_megamoe.comm import Communicator, run_threads
 from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.cuda import engine
 from trtllm_megamoe.engines.registry import choose_engine
-from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeStateError, MegaMoeWeightError
+from trtllm_megamoe.errors import MegaMoeConfigError, MegaMoeStateError, MegaMoeTimeoutError, MegaMoeWeightError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels.family import FAMILIES
+from trtllm_megamoe.kernels.prepared import PreparedLaunch
 from trtllm_megamoe.layer import MegaMoELayer, build_workspace
 from trtllm_megamoe.reference.oracle import OracleWeights, oracle_forward
 from trtllm_megamoe.selftest.checks import bits, oracle_options
@@ -81,7 +83,7 @@ def test_engine_one_rank_drives_the_kernel_and_equals_the_oracle(
         for tokens, dtype in zip(counts, (torch.int64, torch.int32), strict=False):
             call = make_call(config, tensors, kind, tokens, 3)
             out = layer.forward(call.x, call.routing.topk_ids.to(dtype), call.routing.topk_weights)
-            layer.engine.raise_if_failed()
+            layer.raise_if_failed()
             assert torch.equal(bits(out), bits(call.expected))
     assert gpu.launches == len(counts)
 
@@ -112,6 +114,41 @@ def test_unprepared_bucket_is_refused_by_name_before_any_launch(
     assert [launched.bucket for launched in gpu.launches] == [8] and layer.last_bucket == 8
 
 
+def test_failed_launch_is_raised_where_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay runs no Python: the caller asks after it. `prepare` asks by itself."""
+    gpu = cuda_on_cpu.install(monkeypatch)
+    config = MegaMoeConfig.create(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4,
+                                  max_tokens_per_rank=8, engine="cuda", activations="bf16")  # fmt: skip
+    layer = MegaMoELayer(config)
+    layer.load_weights(tensors_of(config))
+    layer.raise_if_failed()
+    layer._workspace.error_record[:] = torch.tensor([1, 0, 1, 0, 0, 5, 4, 0])
+    with pytest.raises(MegaMoeTimeoutError, match=r"waited .* in launch 1: expected 5, seen 4"):
+        layer.raise_if_failed()
+    with pytest.raises(MegaMoeStateError, match="a launch on this workspace failed"):
+        layer.prepare()
+    assert not gpu.launches
+
+
+def test_prepare_raises_what_its_launches_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = cuda_on_cpu.install(monkeypatch)
+    load = gpu.load
+
+    def failing(*given: Any) -> dict[int, PreparedLaunch]:
+        def launch(**_: int) -> None:
+            layer._workspace.error_record[:] = torch.tensor([1, 0, 1, 0, 0, 5, 4, 0])
+
+        return {bucket: replace(one, launch=launch) for bucket, one in load(*given).items()}
+
+    monkeypatch.setattr(gpu, "load", failing)
+    config = MegaMoeConfig.create(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4,
+                                  max_tokens_per_rank=8, engine="cuda", activations="bf16")  # fmt: skip
+    layer = MegaMoELayer(config)
+    layer.load_weights(tensors_of(config))
+    with pytest.raises(MegaMoeTimeoutError, match="in launch 1"):
+        layer.prepare()
+
+
 def test_closed_layer_on_a_workspace_that_others_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config, gpu = install(monkeypatch, KernelFile.load(DATA / "sm90_nvfp4.ptx"), 6)
     call = make_call(config, tensors := tensors_of(config), RoutingKind.RANDOM, 5, 3)
@@ -137,7 +174,7 @@ def test_engine_two_ranks_drive_one_kernel_through_their_peers_memory(
         layer.load_weights(tensors)
         call = calls[comm.rank]
         out = layer.forward(call.x, call.routing.topk_ids, call.routing.topk_weights)
-        layer.engine.raise_if_failed()
+        layer.raise_if_failed()
         return out
 
     outputs = run_threads(len(counts), body, 120.0)

@@ -61,7 +61,7 @@ def test_layers_take_turns_on_one_workspace_with_their_own_weights(gpu: cuda_on_
         forward(moe, QWEN, ROWS, all_rank_num_tokens=[5])
     bound = [launched.bound for launched in gpu.launches if launched.given["ids_are_64"] == 0]
     assert len(bound) == 3
-    own, shared = ("w1", "w2", "scales", "error"), ("pool", "counters", "epoch", "cells_at", "payload_at", "results_at")
+    own, shared = ("w1", "w2", "scales"), ("error", "pool", "counters", "epoch", "cells_at", "payload_at", "results_at")
     assert all(len({one[name] for one in bound}) == 3 for name in own)
     assert all(len({one[name] for one in bound}) == 1 for name in shared)
 
@@ -145,12 +145,15 @@ def test_failed_launch_stops_all_layers_of_the_workspace_and_a_new_model_gets_a_
         load(moe, QWEN)
         forward(moe, QWEN, ROWS)
     engine = first.backend.megamoe_layer._engine
-    engine._error[:] = torch.tensor([1, 0, 1, 0, 4, 5, 4, 0])
-    with pytest.raises(MegaMoeTimeoutError):
-        forward(first, QWEN, ROWS)
+    engine._workspace.error_record[:] = torch.tensor([1, 0, 1, 0, 4, 5, 4, 0])
     launches = len(gpu.launches)
-    with pytest.raises(MegaMoeStateError, match="a launch on this workspace failed"):
-        forward(second, QWEN, ROWS)
+    with pytest.raises(MegaMoeTimeoutError, match="in launch 5: expected 5, seen 4"):
+        forward(second, QWEN, ROWS)  # whichever layer launches next: the record is the workspace's
+    for moe in (first, second):
+        with pytest.raises(MegaMoeStateError, match="a launch on this workspace failed"):
+            forward(moe, QWEN, ROWS)
+    with pytest.raises(MegaMoeTimeoutError, match="in launch 5"):
+        first.backend.megamoe_layer.raise_if_failed()  # as often as it is asked
     assert len(gpu.launches) == launches
     third = make_moe(base, QWEN, model_config(), layer_idx=2)
     load(third, QWEN)

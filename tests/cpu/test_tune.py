@@ -62,6 +62,11 @@ class Diary:
             raise RuntimeError("the launch failed")
         return x
 
+    def raise_if_failed(self) -> None:
+        if self._fails("replay " + tile_of(self.last).name):
+            self.is_broken = True
+            raise RuntimeError("a replay failed")
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -96,6 +101,16 @@ def test_runner_measures_every_candidate_of_a_bucket_on_one_layer() -> None:
     assert tuned.failures == ()
     assert tile_of(tuned.tactic).name == "n128", "the widest is the fastest in this script"
     assert len(built.layers) == 1 and built.layers[0].is_closed
+
+
+def test_runner_takes_no_time_of_replays_that_failed() -> None:
+    """They leave at once: the shortest time would win."""
+    built = Built(single(), lambda step: step == "replay n128")
+    (tuned,) = tune(SPACE, [64], built.runner, single(), WAIT_S)
+    assert [(tile_of(one.tactic).name, one.reason) for one in tuned.failures] == [
+        ("n128", "RuntimeError: a replay failed")
+    ]
+    assert tile_of(tuned.tactic).name == "n64" and len(built.layers) == 2
 
 
 def test_runner_builds_a_new_layer_after_a_failed_launch_and_goes_on() -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from trtllm_megamoe.engines import registry
-from trtllm_megamoe.engines.cuda import engine
 from trtllm_megamoe.kernels.family import FAMILIES, Family
 from trtllm_megamoe.kernels.prepared import LaunchChoice, PreparedLaunch
 from trtllm_megamoe.symmetric.workspace import Workspace
@@ -63,16 +62,11 @@ class Recorder:
 def install(monkeypatch: pytest.MonkeyPatch, *, record: bool = True, arch: str = "sm_90a", sms: int = 132) -> Recorder:
     """Pretend that one GPU is visible and that its memory is the host's; `record` False loads real kernels."""
     recorder = Recorder()
-    zeros, fits = torch.zeros, Workspace.require_fits
-
-    def zeros_without_pinning(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        return zeros(*sizes, **options)
-
+    fits = Workspace.require_fits
     monkeypatch.setattr(registry, "why_not", lambda ep_size: None)
     monkeypatch.setattr(registry, "family_here", lambda: FAMILIES[arch])
     monkeypatch.setattr(registry, "choose_device", lambda comm, timeout_s: torch.device("cpu"))
     monkeypatch.setattr(Workspace, "require_fits", lambda self, geometry, comm, _: fits(self, geometry, comm, "cpu"))
-    monkeypatch.setattr(engine.torch, "zeros", zeros_without_pinning)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=sms))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorder.is_capturing)

@@ -261,7 +261,7 @@ class CudaDevice(EngineDevice):
         return ""
 
     def forgive(self, engine: Any) -> None:
-        engine._error.zero_()
+        engine._workspace.error_record.zero_()
 
 
 def _device_of(comm: Communicator, case: LayerCase, kind: type[EngineDevice]) -> EngineDevice:

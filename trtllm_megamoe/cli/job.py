@@ -235,6 +235,7 @@ def forward_case(case: RunCase, given: LayerInput, comm: Communicator, show_prog
         scales = layer.calibrate(x, ids, weights) if case.calibrate else None
         started = time.perf_counter()
         out = layer.forward(x, ids, weights, largest_share).cpu()
+        layer.raise_if_failed()
         forward_s = time.perf_counter() - started
         a2 = [] if scales is None else scales.down_input_global.tolist()
         facts = comm.allgather((out, layer.saturation, load_s, forward_s, a2), timeout_s)

@@ -120,7 +120,7 @@ class Bench:
         """What the latest launch reported, empty where nothing; known once the GPU has finished."""
         synchronize(self.layer)
         try:
-            self.layer.engine.raise_if_failed()
+            self.layer.raise_if_failed()
         except MegaMoeError as err:
             return str(err)
         return ""

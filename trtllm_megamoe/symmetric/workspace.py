@@ -22,6 +22,9 @@ from trtllm_megamoe.tuning.fences import Workspace as Side
 
 logger = logging.getLogger(__name__)
 
+_records: list[torch.Tensor] = []
+"""Every workspace's error record: a launch may still write to it when nobody holds the workspace any more."""
+
 
 class Workspace:
     """Local and shared space of one region table on one rank; see the module docstring.
@@ -38,6 +41,8 @@ class Workspace:
     Attributes:
         local: This rank's own space, uint8.
         shared: The group's :class:`~trtllm_megamoe.symmetric.SymmetricMemory`.
+        error_record: Host memory, int64 words as in the region of this name: where the launches of all its layers leave
+            what went wrong, for the host to look at without waiting for the device.
         fences: This rank's book; the pair (local, shared) stands in it from construction until a launch fails or the
             workspace is closed. A profiling scratch beside this workspace must use the same book.
 
@@ -53,6 +58,9 @@ class Workspace:
         self._is_closed = False
         self.local = torch.empty(table.total_bytes("local"), dtype=torch.uint8, device=device)
         self.shared = allocate_symmetric(table, comm, device, timeout_s)
+        words = table["error_record"].num_bytes // 8
+        self.error_record = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        _records.append(self.error_record)
         self.fences = FenceBook(comm.size)
         self._sides = (
             Side("local workspace", self.local.data_ptr(), self.local),

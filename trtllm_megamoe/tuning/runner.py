@@ -10,6 +10,7 @@ import contextlib
 import logging
 import statistics
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Protocol
 
@@ -42,6 +43,9 @@ class TunableLayer(Protocol):
         max_tokens_over_ranks: int | None = None,
     ) -> torch.Tensor:
         """One launch."""
+
+    def raise_if_failed(self) -> None:
+        """Raise what a launch reported."""
 
     def close(self) -> None:
         """Give the workspace back."""
@@ -122,7 +126,10 @@ class LayerRunner:
         if self._step is None or self._step[0] != bucket:
             self._step = (bucket, self._make_step(bucket))
         x, topk_ids, topk_weights = self._step[1]
-        return self._timer(lambda: self._layer.forward(x, topk_ids, topk_weights, bucket), self._comm, self._timeout_s)
+        run = partial(self._layer.forward, x, topk_ids, topk_weights, bucket)
+        time_us = self._timer(run, self._comm, self._timeout_s)
+        self._layer.raise_if_failed()  # replays of a failed launch are short
+        return time_us
 
     def recover(self) -> None:
         """A failed launch leaves a workspace nobody can use: build the layer anew. Collective."""

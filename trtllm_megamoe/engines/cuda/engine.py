@@ -24,7 +24,7 @@ from trtllm_megamoe.config import MegaMoeConfig
 from trtllm_megamoe.engines.base import Engine, SaturationReport, shared_weight_facts
 from trtllm_megamoe.engines.cuda.arguments import SHARED_REGIONS, WEIGHTS_OF, layout_numbers, local_regions
 from trtllm_megamoe.engines.cuda.failure import failure_of
-from trtllm_megamoe.errors import MegaMoeStateError, MegaMoeUnavailableError
+from trtllm_megamoe.errors import MegaMoeError, MegaMoeStateError, MegaMoeUnavailableError
 from trtllm_megamoe.formats import ActivationMode
 from trtllm_megamoe.kernels import hopper
 from trtllm_megamoe.kernels.family import Family
@@ -40,8 +40,6 @@ from vendored_kernels.timeline import CTA_WORDS
 
 _SCALE_ROWS = "scale_rows"
 """Name of the table of factors among the slot tensors."""
-
-_ERROR_WORDS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +64,6 @@ class CudaEngine(Engine):
         # ranks that are threads of one process share its GPU: all their CTAs must be resident at once
         self._num_ctas = num_sms // workspace.comm.size if workspace.comm.transport == "threads" else num_sms
         self._spaces = {"shared": workspace.shared.own, "local": workspace.local}
-        # the host reads it between launches without waiting for the device
-        self._error = torch.zeros(_ERROR_WORDS, dtype=torch.int64, pin_memory=True)
         # T lives in device memory: entry t of this table is t, so no launch has to write it first
         # one rank's shared regions are given to the kernel as addresses, so its table says 0
         bases = workspace.shared.peer_addresses if workspace.comm.size > 1 else (0,)
@@ -110,8 +106,8 @@ class CudaEngine(Engine):
         self._launches = self._load(self._mode, self._tactics[self._mode])
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: int) -> torch.Tensor:
-        self.raise_if_failed()
         self._workspace.require_launchable()
+        self.raise_if_failed()
         if self._scales is None:
             raise MegaMoeStateError(f"rank {self._rank}: forward before load_weights")
         prepared = self._prepared(bucket)
@@ -181,6 +177,12 @@ class CudaEngine(Engine):
         return None
 
     def close(self) -> None:
+        if self._launches and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a launch may be under way, and its failure be unknown
+            try:
+                self.raise_if_failed()
+            except MegaMoeError as err:
+                logger.warning("closed after a failed launch: %s", err)
         self._launches.clear()
         self._spaces.clear()
 
@@ -209,7 +211,7 @@ class CudaEngine(Engine):
             },
             "scales": self._scales.data_ptr(),
             "num_tokens": self._token_counts.data_ptr(),  # none; every forward names its own
-            "error": self._error.data_ptr(),
+            "error": self._workspace.error_record.data_ptr(),
             "timeout_ns": int(self._config.timeout_s * 1e9),
             "peers": self._peers.data_ptr(),
             "rank": self._rank,
@@ -255,8 +257,11 @@ class CudaEngine(Engine):
         return self._family.object_key(self._family.kernel(spec, self._family.tile_of(resolved.tactic))).name
 
     def raise_if_failed(self) -> None:
-        """The kernel writes its error record to host memory; an earlier launch's failure surfaces here."""
-        if int(self._error[0]) == 0:
+        """A launch of any layer on this workspace leaves its error record in host memory; it surfaces here."""
+        record = self._workspace.error_record
+        if int(record[0]) == 0:
             return
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)  # the kernel sets the first word before it writes the others
         self._workspace.invalidate()
-        raise failure_of(self._error.tolist(), self._table.geometry.num_local_experts, self._config.timeout_s)
+        raise failure_of(record.tolist(), self._table.geometry.num_local_experts, self._config.timeout_s)
