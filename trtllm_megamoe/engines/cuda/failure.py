@@ -29,7 +29,9 @@ def failure_of(record: Sequence[int], num_local_experts: int, timeout_s: float) 
     launch = epoch + 1
     if site == hopper.SITE_PEER:
         waiting = f", waiting for rank {expected}" if expected >= 0 else ""
-        return MegaMoeAbortedError(f"rank {rank}: rank {index} gave up{waiting}, seen in launch {launch}. {_AFTERWARDS}")
+        return MegaMoeAbortedError(
+            f"rank {rank}: rank {index} gave up{waiting}, seen in launch {launch}. {_AFTERWARDS}"
+        )
     if site == hopper.SITE_HEADER:
         return MegaMoeRankDivergenceError(
             f"rank {rank}: rank {index} takes part in launch {launch} with another buffer, layer or load than this "
