@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import re
 import threading
 import warnings
@@ -422,12 +423,13 @@ def test_configuration_of_a_call_is_not_kept(newest: str) -> None:
     moe = make_moe(newest, QWEN, model_config())
     load(moe, QWEN)
     sizes = []
-    for _ in range(3):
+    for _ in range(5):
         for count in (1, 2, 3, 5):
             forward(moe, QWEN, slice(0, count), all_rank_num_tokens=[count])
         gc.collect()
         sizes.append(len(gc.get_objects()))
-    assert sizes[2] - sizes[1] <= 1  # the list of sizes itself may count
+    # what grows with calls grows in every round; the list of sizes itself may count, and other threads' first steps
+    assert min(later - earlier for earlier, later in itertools.pairwise(sizes)) <= 1
     assert len(ops._layers) == before + 1 and len(adapter._backends) == 1
     del moe
     gc.collect()
